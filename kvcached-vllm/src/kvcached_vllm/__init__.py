@@ -1,0 +1,3 @@
+"""Elastic KV cache for vLLM."""
+
+__version__ = "0.1.0"

@@ -14,7 +14,7 @@ from ..errors import ConfigError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-BUILT_IN_BACKENDS = ("host",)
+BUILT_IN_BACKENDS = ("host", "cuda")
 ENTRY_POINT_GROUP = "kvcached.backends"
 
 hookspec = pluggy.HookspecMarker("kvcached")

@@ -1,0 +1,107 @@
+"""Calls of the CUDA driver, whose failures are exceptions with the call, the result, the device and what to do."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from ..errors import DeviceMemoryError, DriverError, UnsupportedError
+
+# A kernel of this process failed earlier; every later call of the context reports it.
+# Source: CUDA Driver API, CUresult: "leaves the process in an inconsistent state".
+_CONTEXT_LOST = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        "ASSERT",
+        "ECC_UNCORRECTABLE",
+        "EXTERNAL_DEVICE",
+        "HARDWARE_STACK_ERROR",
+        "ILLEGAL_ADDRESS",
+        "ILLEGAL_INSTRUCTION",
+        "INVALID_ADDRESS_SPACE",
+        "INVALID_PC",
+        "LAUNCH_FAILED",
+        "LAUNCH_TIMEOUT",
+        "MISALIGNED_ADDRESS",
+        "TENSOR_MEMORY_LEAK",
+    )
+)
+_CONTEXT_GONE = frozenset(
+    f"CUDA_ERROR_{name}" for name in ("CONTEXT_IS_DESTROYED", "DEINITIALIZED", "INVALID_CONTEXT", "NOT_INITIALIZED")
+)
+
+
+def load_driver(module: Any = None) -> Any:
+    """`cuda.bindings.driver`, or the stand-in that is given, initialised.
+
+    Raises:
+        UnsupportedError: The package, the driver or a device is missing.
+    """
+    try:
+        module = module or import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise UnsupportedError(
+            "the cuda backend needs the package cuda-bindings: pip install 'kvcached-core[cuda]'"
+        ) from error
+    try:
+        (result,) = module.cuInit(0)
+    except RuntimeError as error:  # cuda.bindings: libcuda.so.1 cannot be opened
+        raise UnsupportedError(
+            f"no NVIDIA driver on this machine: {error}. In a container, start it with its GPUs (--gpus all)."
+        ) from error
+    if result != module.CUresult.CUDA_SUCCESS:
+        raise UnsupportedError(
+            f"the NVIDIA driver cannot be used: cuInit gave {result.name}. nvidia-smi and CUDA_VISIBLE_DEVICES"
+            " tell which devices this process has."
+        )
+    return module
+
+
+class Driver:
+    """The driver as one device's backend calls it.
+
+    Args:
+        module: `cuda.bindings.driver` or a stand-in, initialised.
+        device_id: UUID that failures name.
+    """
+
+    def __init__(self, module: Any, device_id: str) -> None:
+        self.module = module
+        self.device_id = device_id
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What the driver function returns besides its result: None, one value, or a list.
+
+        Raises:
+            DeviceMemoryError: CUDA_ERROR_OUT_OF_MEMORY.
+            DriverError: Any other failure.
+        """
+        result, *values = getattr(self.module, name)(*arguments)
+        self.check(name, result)
+        return values[0] if len(values) == 1 else values or None
+
+    def check(self, name: str, result: Any) -> None:
+        """Raise what a call's result stands for, unless it is success."""
+        if result != self.module.CUresult.CUDA_SUCCESS:
+            raise self._failure(name, result.name)
+
+    def _failure(self, name: str, result: str) -> DeviceMemoryError | DriverError:
+        message = f"{name} failed on {self.device_id}: {result}."
+        if result == "CUDA_ERROR_OUT_OF_MEMORY":
+            return DeviceMemoryError(
+                f"{message} {self._free_memory()} A process outside kvcached may hold memory here: stop it, or raise"
+                " KVCACHED_HEADROOM."
+            )
+        if result in _CONTEXT_LOST:
+            message += " An earlier kernel of this process failed and took its context along: restart the engine."
+        elif result in _CONTEXT_GONE:
+            message += (
+                " The device's primary context is gone: the process is ending, or something has reset the device."
+            )
+        return DriverError(message, call=name, result=result, device_id=self.device_id)
+
+    def _free_memory(self) -> str:
+        result, free_bytes, total_bytes = self.module.cuMemGetInfo()
+        if result != self.module.CUresult.CUDA_SUCCESS:
+            return f"The driver does not say how much is free ({result.name})."
+        return f"The driver reports {free_bytes / 2**30:.2f} of {total_bytes / 2**30:.2f} GiB free."

@@ -95,9 +95,7 @@ def _swa(num_layers: int) -> dict[str, Any]:
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "num_hidden_layers": num_layers,
-        "layer_types": [
-            "sliding_attention" if layer % 6 else "full_attention" for layer in range(1, num_layers + 1)
-        ],
+        "layer_types": ["sliding_attention" if layer % 6 else "full_attention" for layer in range(1, num_layers + 1)],
         "hidden_size": 640,
         "intermediate_size": 2048,
         "num_attention_heads": 4,
@@ -119,9 +117,7 @@ def _linear(num_layers: int) -> dict[str, Any]:
         "model_type": "qwen3_5_text",
         "num_hidden_layers": num_layers,
         "full_attention_interval": 4,
-        "layer_types": [
-            "linear_attention" if layer % 4 else "full_attention" for layer in range(1, num_layers + 1)
-        ],
+        "layer_types": ["linear_attention" if layer % 4 else "full_attention" for layer in range(1, num_layers + 1)],
         "hidden_size": 1024,
         "intermediate_size": 1024,
         "hidden_act": "silu",
@@ -214,7 +210,9 @@ def _initialise(model: torch.nn.Module) -> None:
             elif name.endswith(("q_norm.weight", "k_norm.weight")):
                 parameter.fill_(1.0)  # both families scale by one plus the weight
             elif parameter.dim() == 2:
-                parameter.normal_(0.0, _deviation(name, parameter.shape[-1], embeddings_are_scaled), generator=generator)
+                parameter.normal_(
+                    0.0, _deviation(name, parameter.shape[-1], embeddings_are_scaled), generator=generator
+                )
             elif "experts" in name:
                 parameter.normal_(0.0, 1 / math.sqrt(parameter.shape[-1]), generator=generator)
 

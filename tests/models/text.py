@@ -16,8 +16,39 @@ NUM_WORDS = 1000
 VOCABULARY_SIZE = 2560  # fewer than the vocabulary could fill: every id of a model has a text
 END_OF_TEXT = "<|endoftext|>"
 
-_ONSETS = "b c d f g h j k l m n p r s t v w z br ch cl dr fl gr pl sh sl st th tr".split()
-_VOWELS = "a e i o u ai ea ou".split()
+_ONSETS = [
+    "b",
+    "c",
+    "d",
+    "f",
+    "g",
+    "h",
+    "j",
+    "k",
+    "l",
+    "m",
+    "n",
+    "p",
+    "r",
+    "s",
+    "t",
+    "v",
+    "w",
+    "z",
+    "br",
+    "ch",
+    "cl",
+    "dr",
+    "fl",
+    "gr",
+    "pl",
+    "sh",
+    "sl",
+    "st",
+    "th",
+    "tr",
+]
+_VOWELS = ["a", "e", "i", "o", "u", "ai", "ea", "ou"]
 _CODAS = ["", "", "n", "r", "s", "l", "t", "m"]
 
 
@@ -50,7 +81,7 @@ def document(num_words: int, seed: str) -> str:
 
 
 def save_tokenizer(directory: Path, *, max_length: int) -> None:
-    """Train a byte-level BPE tokenizer of ``VOCABULARY_SIZE`` entries on the vocabulary and save it for ``transformers``.
+    """Train a byte-level BPE tokenizer on the vocabulary and save it for ``transformers``.
 
     ``END_OF_TEXT`` is token 0. Byte-level: whatever a model with random weights says has a text.
     """

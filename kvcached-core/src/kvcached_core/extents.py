@@ -163,9 +163,8 @@ class ExtentPool:
             raise InvariantError(f"Extents named twice: {extent_ids}")
         for extent_id in extent_ids:
             if not 0 <= extent_id < self.num_extents or self._states[extent_id] not in sources:
-                raise InvariantError(
-                    f"Extent {extent_id} is {self._name(extent_id)}, not {' or '.join(s.name for s in sources)}: {self!r}"
-                )
+                expected = " or ".join(source.name for source in sources)
+                raise InvariantError(f"Extent {extent_id} is {self._name(extent_id)}, not {expected}: {self!r}")
 
     def _name(self, extent_id: int) -> str:
         return self.state(extent_id).name if 0 <= extent_id < self.num_extents else "unknown"

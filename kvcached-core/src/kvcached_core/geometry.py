@@ -150,6 +150,14 @@ class Geometry:
         """What mapping one extent costs at most: its worst-case pages, none of them mapped yet."""
         return self.worst_case_pages(self.blocks_per_extent, multiple_of=self.blocks_per_extent) * self.page_bytes
 
+    @property
+    def extents_share_pages(self) -> bool:
+        """Whether a page may hold bytes of two extents; such pages stay while either is resident."""
+        return self.num_extents > 1 and any(
+            stripe.offset_bytes % self.page_bytes or self.blocks_per_extent * stripe.stride_bytes % self.page_bytes
+            for stripe in self.stripes
+        )
+
     def blocks_of(self, extent_id: int) -> range:
         """The blocks of one extent."""
         start = extent_id * self.blocks_per_extent
@@ -217,11 +225,11 @@ class Geometry:
         page_bytes: int | None = None,
         target_extent_bytes: int | None = None,
     ) -> Geometry:
-        """The geometry with the largest useful pages whose extents waste least.
+        """The geometry with the largest pages that suit this arena.
 
-        An extent is one page per stripe where blocks fit a page, and one block where they do not.
-        Pages are multiples of the granularity, not powers of two: for 192 KiB blocks and a granularity
-        of 2 MiB, 30 MiB pages hold exactly 160 blocks, so no page is shared between extents.
+        An extent is one page per stripe where blocks fit a page, and one block where they do not. Pages
+        are multiples of the granularity, not powers of two, so that extents share no page if possible:
+        for 192 KiB blocks and a granularity of 2 MiB, 30 MiB pages hold exactly 160 blocks.
 
         Args:
             stripes: Of every layer; those that lie on or touch one another are merged.
@@ -254,7 +262,13 @@ class Geometry:
             cls(num_blocks, merged, size_bytes, page, min(num_blocks, fixed_blocks or max(1, page // widest)))
             for page in pages
         ]
-        return min(candidates, key=lambda g: (g.extent_bytes / g.blocks_per_extent, -g.page_bytes))
+        separate = [candidate for candidate in candidates if not candidate.extents_share_pages]
+        return min(separate or candidates, key=_preference)
+
+
+def _preference(geometry: Geometry) -> tuple[int, int]:
+    """The largest pages are best, but where an extent is one block of several pages, the least memory is."""
+    return (geometry.extent_bytes if geometry.blocks_per_extent == 1 else 0, -geometry.page_bytes)
 
 
 def _candidate_pages(

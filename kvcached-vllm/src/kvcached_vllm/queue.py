@@ -277,8 +277,8 @@ class ElasticFreeQueue:
 
     def __repr__(self) -> str:
         return (
-            f"<ElasticFreeQueue: {self.num_free_blocks} free ({self.num_clean_blocks} clean, "
-            f"{self.num_cached_blocks} cached, debt {self._debt_blocks}), {self.num_used_blocks} used, {self.extents!r}>"
+            f"<ElasticFreeQueue: {self.num_free_blocks} free ({self.num_clean_blocks} clean, {self.num_cached_blocks} "
+            f"cached, debt {self._debt_blocks}), {self.num_used_blocks} used, {self.extents!r}>"
         )
 
     # Taking

@@ -147,6 +147,7 @@ class Arena:
             offset_bytes: Where it begins.
             size_bytes: Its length; None: to the end of the range.
         """
+        self._check_open()
         if size_bytes is None:
             size_bytes = self.size_bytes - offset_bytes
         if offset_bytes < 0 or size_bytes <= 0 or offset_bytes + size_bytes > self.size_bytes:
@@ -155,6 +156,7 @@ class Arena:
 
     def seal_guard(self) -> None:
         """Make the guard page zeros and read-only, once warm-up is over and the device has finished all of it."""
+        self._check_open()
         if self._guard:
             self._backend.set_guard(self.address, self.size_bytes, self.page_bytes, writable=False)
 
@@ -174,9 +176,12 @@ class Arena:
             raise errors[0]
         self._backend.release(self.address, self.size_bytes)
 
-    def _checked(self, page_ranges: Iterable[range]) -> list[int]:
+    def _check_open(self) -> None:
         if self._closed:
             raise InvariantError(f"{self!r} is closed")
+
+    def _checked(self, page_ranges: Iterable[range]) -> list[int]:
+        self._check_open()
         pages = list(chain.from_iterable(page_ranges))
         if pages and (min(pages) < 0 or max(pages) >= self.num_pages):
             raise InvariantError(f"pages {min(pages)} to {max(pages)} are not all within {self!r}")
@@ -203,7 +208,7 @@ class Arena:
                 if page not in self._stranded:
                     self._backend.map(self._address_of(page), self.page_bytes)
                     self._num_resident_pages += 1
-                done.append(page)
+                    done.append(page)
             self._backend.zero(self._spans(pages))
         except (DeviceMemoryError, DriverError) as error:
             self._remove(done)

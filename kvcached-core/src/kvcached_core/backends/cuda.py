@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from ..errors import DeviceMemoryError, DriverError, UnsupportedError
+from ..errors import DeviceMemoryError, DriverError, InvariantError, UnsupportedError
 from .base import DeviceMemory, hookimpl
 from .driver import Driver, load_driver
 
@@ -243,26 +243,35 @@ def current_device_id(driver: Any = None) -> str:
 
 
 class _Entered:
-    """Within, the device's context is current in this thread, and no capture of another thread can be disturbed."""
+    """Within, the device's context is current in this thread, and no capture of another thread can be disturbed.
+
+    Raises:
+        DriverError: It could not be entered; the thread is as it was.
+        InvariantError: It could not be left. What this thread does from now on may reach the wrong device.
+    """
 
     def __init__(self, driver: Driver, context: Any) -> None:
-        self._call = driver.call
-        self._mode = driver.module.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._driver = driver
         self._context = context
+        self._mode = driver.module.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
     def __enter__(self) -> None:
-        self._call("cuCtxPushCurrent", self._context)
+        self._driver.call("cuCtxPushCurrent", self._context)
         try:
-            self._mode = self._call("cuThreadExchangeStreamCaptureMode", self._mode)
+            self._mode = self._driver.call("cuThreadExchangeStreamCaptureMode", self._mode)
         except DriverError:
-            self._call("cuCtxPopCurrent")
+            self._leave("cuCtxPopCurrent")
             raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._leave("cuThreadExchangeStreamCaptureMode", self._mode)
+        self._leave("cuCtxPopCurrent")
+
+    def _leave(self, name: str, *arguments: Any) -> None:
         try:
-            self._call("cuThreadExchangeStreamCaptureMode", self._mode)
-        finally:
-            self._call("cuCtxPopCurrent")
+            self._driver.call(name, *arguments)
+        except DriverError as error:
+            raise InvariantError(f"{error} This thread may now use another device than it believes: end it.") from error
 
 
 class _Guard:

@@ -258,7 +258,9 @@ class SocketLink:
 
     def _lost(self, error: OSError | None) -> None:
         if not self.closed:
-            log.error("rank %d closed its order channel (%s): nothing more is mapped there", self.rank, error or "it ended")
+            log.error(
+                "rank %d closed its order channel (%s): nothing more is mapped there", self.rank, error or "it ended"
+            )
         self.closed = True
 
 

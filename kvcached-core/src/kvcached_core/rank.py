@@ -1,0 +1,272 @@
+"""What one process holds on one device: it maps and unmaps on order, and keeps the account of it.
+
+The rank is the only one that touches the ledger slot of its memory. At no instant can the same bytes be granted
+twice, because the order of steps is: to grow, lease, then driver, then ``created``; to shrink, ``destroyed``, then
+driver, then give the lease back.
+
+References to pages are counted per extent, so that orders may be cut as they like: extents mapped together may
+retire one by one, also where they share a page.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvcached_core.errors import DeviceMemoryError, DriverError, InvariantError, LedgerError
+from kvcached_core.orders import Ack, BlockRanges, FromRank, Hello, Map, Report, Retire, Standing, ToRank, Undo, Welcome
+from kvcached_core.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from kvcached_core.arena import Arena
+    from kvcached_core.backends.base import Backend, Fence
+    from kvcached_core.geometry import Geometry
+    from kvcached_core.ledger import Account
+
+log = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 0.5
+"""How often a rank asks its ledger and its device anew although no member has changed anything: processes outside
+the ledger take and free memory without a word."""
+
+
+class Rank:
+    """One process's memory on one device.
+
+    `order` and `tick` belong to one thread (the decider's agent, or the rank's order server); `note_step` is the
+    engine's thread's; a lock covers what they share.
+
+    Attributes:
+        index: The rank's number in its engine.
+        wake: An eventfd; readable when `tick` should be called before its time.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        geometry: Geometry,
+        account: Account,
+        backend: Backend,
+        *,
+        index: int,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing is mapped yet; see `pin`.
+
+        Args:
+            geometry: Of ``arena``.
+            account: This rank's slot in the ledger of ``backend``'s device.
+        """
+        self.index = index
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._arena = arena
+        self._geometry = geometry
+        self._account = account
+        self._backend = backend
+        self._now = now
+        self._lock = threading.RLock()
+        self._blocks_per_extent = geometry.blocks_per_extent
+        self._num_extents = 0
+        self._said: list[FromRank] = []
+        self._retiring: deque[tuple[Retire, Fence | None]] = deque()
+        self._launched: tuple[int, Sequence[int]] = (0, ())
+        self._report = Report(0, 0, 0, 0, busy=False)
+        self._standing: Standing | None = None
+        self._seen_generation = -1
+        self._seen_at = 0.0
+        self._closed = False
+
+    @property
+    def num_extents(self) -> int:
+        """Extents mapped here now, also those that wait for a fence."""
+        return self._num_extents
+
+    def pin(self, blocks: range) -> None:
+        """Map blocks for good, before any order: the engine's null block, which dummy runs and graph replays write.
+
+        Raises:
+            LedgerError: The ledger grants no lease for them.
+            DeviceMemoryError, DriverError: The device gives no page.
+        """
+        with self._lock:
+            pages = self._geometry.page_ranges(blocks)
+            answer = self._create(0, pages)
+            if answer.error:
+                raise LedgerError(f"rank {self.index} cannot map the pages of the engine's null block: {answer.error}")
+
+    def note_step(self, step: int, streams: Sequence[int] = ()) -> None:
+        """Everything of this step is launched on these streams. Engine's thread; makes no driver call.
+
+        Args:
+            step: Number of the scheduling step; rises.
+            streams: Handles of every stream that touches the KV cache.
+        """
+        self._launched = (step, streams)
+        if self._retiring:
+            os.eventfd_write(self.wake, 1)
+
+    def order(self, message: ToRank) -> None:
+        """Carry out an order; what is to be answered appears in `tick`."""
+        with self._lock:
+            if isinstance(message, Map):
+                self._said.append(self._map(message))
+            elif isinstance(message, Retire):
+                self._retiring.append((message, None))
+            elif isinstance(message, Undo):
+                self._said.append(self._unmap(message.seq, message.block_ranges))
+            elif isinstance(message, Report):
+                self._report = message
+                self._tell_ledger()
+            else:
+                self._said.append(self._welcome(message))
+            if self._said or self._retiring:
+                os.eventfd_write(self.wake, 1)
+
+    def tick(self) -> list[FromRank]:
+        """Look at fences and at the ledger. Call at least every `orders.TICK_SECONDS`.
+
+        Returns:
+            Answers to orders, and what the ledger says about this member where that has changed.
+        """
+        with self._lock:
+            if self._closed:
+                return []
+            self._unmap_what_is_done()
+            self._look_at_ledger()
+            said, self._said = self._said, []
+            return said
+
+    def close(self) -> None:
+        """Unmap everything and leave the ledger. Idempotent. The engine's work has ended."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            held = self._arena.resident_bytes
+            self._account.destroyed(held)
+            self._arena.close()
+            self._account.leave()
+
+    # Orders
+
+    def _welcome(self, hello: Hello) -> Welcome:
+        if hello.num_blocks != self._geometry.num_blocks:
+            raise InvariantError(
+                f"the scheduler counts {hello.num_blocks} blocks and rank {self.index} {self._geometry.num_blocks}"
+            )
+        self._blocks_per_extent = hello.blocks_per_extent
+        return Welcome(
+            rank=self.index,
+            pid=os.getpid(),
+            device_id=self._backend.device_id,
+            member=self._account.name,
+            extent_bytes=self._extent_bytes,
+            page_bytes=self._geometry.page_bytes,
+            total_bytes=self._backend.memory().total_bytes,
+        )
+
+    @property
+    def _extent_bytes(self) -> int:
+        pages = self._geometry.worst_case_pages(self._blocks_per_extent, multiple_of=self._blocks_per_extent)
+        return pages * self._geometry.page_bytes
+
+    def _map(self, order: Map) -> Ack:
+        answer = self._create(order.seq, self._pages(order.block_ranges))
+        if not answer.error:
+            self._num_extents += self._count(order.block_ranges)
+        return answer
+
+    def _create(self, seq: int, pages: list[range]) -> Ack:
+        wanted = self._arena.new_pages(pages) * self._arena.page_bytes
+        granted = self._account.lease(wanted, self._driver_free_bytes())
+        if granted < wanted:
+            self._account.give_back(granted)
+            return Ack(seq, f"the ledger grants {format_bytes(granted)} of {format_bytes(wanted)} now", shortage=True)
+        try:
+            self._arena.map(pages)
+        except (DeviceMemoryError, DriverError) as error:
+            self._account.give_back(wanted)
+            return Ack(seq, str(error), shortage=isinstance(error, DeviceMemoryError))
+        self._account.created(wanted)
+        return Ack(seq)
+
+    def _unmap(self, seq: int, block_ranges: BlockRanges) -> Ack:
+        pages = self._pages(block_ranges)
+        freed = self._arena.freed_pages(pages) * self._arena.page_bytes
+        self._account.destroyed(freed)
+        self._arena.unmap(pages)
+        self._account.give_back(freed)
+        self._num_extents -= self._count(block_ranges)
+        return Ack(seq)
+
+    def _unmap_what_is_done(self) -> None:
+        step, streams = self._launched
+        waiting: deque[tuple[Retire, Fence | None]] = deque()
+        for order, fence in self._retiring:
+            if fence is None and order.after_step <= step:
+                fence = self._backend.fence(streams)
+            if fence is not None and fence.done():
+                self._said.append(self._unmap(order.seq, order.block_ranges))
+            else:
+                waiting.append((order, fence))
+        self._retiring = waiting
+
+    def _pages(self, block_ranges: BlockRanges) -> list[range]:
+        """The pages of each extent in these ranges, one after the other: each extent has references of its own."""
+        step = self._blocks_per_extent
+        return [
+            pages
+            for start, stop in block_ranges
+            for first in range(start, stop, step)
+            for pages in self._geometry.page_ranges(range(first, min(first + step, stop)))
+        ]
+
+    def _count(self, block_ranges: BlockRanges) -> int:
+        return sum(-(-(stop - start) // self._blocks_per_extent) for start, stop in block_ranges)
+
+    # Ledger
+
+    def _driver_free_bytes(self) -> int | None:
+        """What this device has free, asked of this device; None on the host, where the ledger knows itself."""
+        return None if self._backend.device_id == "host" else self._backend.memory().free_bytes
+
+    def _tell_ledger(self) -> None:
+        report, extent = self._report, self._extent_bytes
+        self._account.report(
+            demand_bytes=report.demand_extents * extent,
+            unmet_bytes=report.unmet_extents * extent,
+            free_bytes=report.free_extents * extent,
+            cached_bytes=report.cached_extents * extent,
+            busy=report.busy,
+            driver_free_bytes=self._driver_free_bytes(),
+        )
+
+    def _look_at_ledger(self) -> None:
+        generation, now = self._account.generation, self._now()
+        if generation == self._seen_generation and now - self._seen_at < REFRESH_SECONDS:
+            return
+        if now - self._seen_at >= REFRESH_SECONDS:
+            self._tell_ledger()
+        self._seen_generation, self._seen_at = self._account.generation, now
+        standing = self._ask_standing()
+        if standing != self._standing:
+            self._standing = standing
+            self._said.append(standing)
+
+    def _ask_standing(self) -> Standing:
+        allowance, extent = self._account.allowance(self._driver_free_bytes()), self._extent_bytes
+        lease = self._account.lease_bytes
+        grow = max(0, allowance.may_hold_bytes - lease) // extent
+        target = min(allowance.target_bytes, allowance.ceiling_bytes)
+        surplus = -(-max(0, lease - target) // extent)
+        return Standing(
+            may_hold_extents=self._num_extents + grow,
+            target_extents=max(0, self._num_extents - surplus),
+            ceiling_extents=allowance.ceiling_bytes // extent,
+            must=lease > allowance.ceiling_bytes,
+        )

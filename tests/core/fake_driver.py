@@ -29,6 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.read.argtypes = _libc.write.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
@@ -288,6 +289,14 @@ class FakeDriver:
     def make_stream(self, device: int) -> int:
         """A stream of the engine's."""
         return self._add(self.streams, Stream(device))
+
+    def can_read(self, address: int) -> bool:
+        """Whether a kernel may read there; otherwise it would fault."""
+        return _transfer(_libc.write, address)
+
+    def can_write(self, address: int) -> bool:
+        """Whether a kernel may write there. If so, the byte becomes 0x58."""
+        return _transfer(_libc.read, address)
 
     def holdings(self) -> dict[str, Any]:
         """Everything that exists, to be compared before and after."""
@@ -594,6 +603,18 @@ def _protect(address: int, size_bytes: int, access: int) -> None:
 def _unmap(address: int, size_bytes: int) -> None:
     if size_bytes:
         assert _libc.munmap(address, size_bytes) == 0, os.strerror(ctypes.get_errno())
+
+
+def _transfer(call: Any, address: int) -> bool:
+    """Let the kernel copy one byte from or to an address: EFAULT where a load or a store would be SIGSEGV."""
+    readable, writable = os.pipe()
+    try:
+        os.write(writable, b"X")
+        end = readable if call is _libc.read else writable
+        return call(end, address, 1) == 1
+    finally:
+        os.close(readable)
+        os.close(writable)
 
 
 def _checked(address: int) -> int:

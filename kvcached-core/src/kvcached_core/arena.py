@@ -55,7 +55,7 @@ class Arena:
         self.size_bytes = self.num_pages * page_bytes
         self._backend = backend
         self._guard = guard
-        self._references = array("l", [0]) * self.num_pages
+        self._references = array("i", [0]) * self.num_pages
         self._num_resident_pages = 0
         self._stranded: set[int] = set()  # resident without a reference: the driver refused to unmap them
         # The largest power of two in the page size: what a page can be aligned to.
@@ -170,7 +170,7 @@ class Arena:
             return
         self._closed = True
         resident = [page for page, count in enumerate(self._references) if count] + list(self._stranded)
-        self._references = array("l", [0]) * self.num_pages
+        self._references = array("i", [0]) * self.num_pages
         errors = self._remove(resident)
         if errors:
             raise errors[0]

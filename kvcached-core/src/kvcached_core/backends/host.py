@@ -88,15 +88,17 @@ class HostBackend:
         return torch.device("cpu")
 
     def reserve(self, size_bytes: int, alignment_bytes: int) -> int:
-        spare_bytes = alignment_bytes - self.granularity_bytes
+        whole_bytes = size_bytes + alignment_bytes - self.granularity_bytes
         try:
-            start = self._libc.mmap(
-                size_bytes + spare_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-            )
+            start = self._libc.mmap(whole_bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
             address = -(-start // alignment_bytes) * alignment_bytes
-            self._trim(start, address)
-            self._trim(address + size_bytes, start + size_bytes + spare_bytes)
-            self._libc.madvise(address, size_bytes, mmap.MADV_DONTFORK)
+            try:
+                self._trim(start, address)
+                self._trim(address + size_bytes, start + whole_bytes)
+                self._libc.madvise(address, size_bytes, mmap.MADV_DONTFORK)
+            except OSError:
+                self._libc.munmap(start, whole_bytes)
+                raise
         except OSError as error:
             raise self._failed(error, "mmap", size_bytes) from error
         return address

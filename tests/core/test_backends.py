@@ -43,7 +43,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 def test_the_host_backend_is_built_in() -> None:
     backend = load_backend("host", budget_bytes=1 << 30)
-    assert (backend.device_id, backend.memory()) == ("host", DeviceMemory(1 << 30, 1 << 30))
+    assert (backend.device_id, backend.memory()) == ("host", DeviceMemory(free_bytes=None, total_bytes=1 << 30))
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from .errors import ConfigError, DeviceMemoryError, DriverError, InvariantError
+from kvcached_core.errors import ConfigError, DeviceMemoryError, DriverError, InvariantError
 
 if TYPE_CHECKING:
     import torch
 
-    from .backends.base import Backend
+    from kvcached_core.backends.base import Backend
 
 
 class Arena:

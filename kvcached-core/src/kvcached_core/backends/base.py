@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pluggy
 
-from ..errors import ConfigError, UnsupportedError
+from kvcached_core.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +26,12 @@ class DeviceMemory:
     """What a device says of its memory at one moment.
 
     Attributes:
-        free_bytes: What nobody holds, as far as this backend can see.
+        free_bytes: What nobody holds; None where only the ledger knows, since its members alone make up the use
+            (the host, whose total is a budget).
         total_bytes: What the device has.
     """
 
-    free_bytes: int
+    free_bytes: int | None
     total_bytes: int
 
 

@@ -21,14 +21,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from ..errors import DeviceMemoryError, DriverError, InvariantError, UnsupportedError
-from .base import DeviceMemory, hookimpl
-from .driver import Driver, load_driver
+from kvcached_core.backends.base import DeviceMemory, hookimpl
+from kvcached_core.backends.driver import Driver, load_driver
+from kvcached_core.errors import DeviceMemoryError, DriverError, InvariantError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class CudaBackend:
@@ -316,7 +316,7 @@ class _Guard:
         try:
             self.cover(address)
         except (DeviceMemoryError, DriverError) as error:
-            logger.warning(
+            log.warning(
                 "no guard page behind %#x: a stray access there would fault until it is mapped. %s", address, error
             )
 

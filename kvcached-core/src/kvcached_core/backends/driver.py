@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ..errors import DeviceMemoryError, DriverError, UnsupportedError
+from kvcached_core.errors import DeviceMemoryError, DriverError, UnsupportedError
 
 # A kernel of this process failed earlier; every later call of the context reports it.
 # Source: CUDA Driver API, CUresult: "leaves the process in an inconsistent state".

@@ -18,8 +18,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import DeviceMemoryError, DriverError
-from .base import DeviceMemory, hookimpl
+from kvcached_core.backends.base import DeviceMemory, hookimpl
+from kvcached_core.errors import DeviceMemoryError, DriverError
 
 if TYPE_CHECKING:
     import torch
@@ -64,12 +64,11 @@ class Libc:
 class HostBackend:
     """Memory of this machine as a device of a stated size.
 
-    `memory` sees this process only: free is the budget less the pages mapped here. It is an upper bound on what may
-    be taken; what other processes hold of the same budget is in the ledger of the device ``"host"``, whose leases
-    never exceed the total.
+    Its total is a budget, which nothing but the leases in the ledger of the device ``"host"`` enforces: the backend
+    itself maps what it is asked to, and `memory` does not say what is free.
 
     Args:
-        budget_bytes: The total that all processes share; None: the machine's memory.
+        budget_bytes: The total that all processes of the ledger share; None: the machine's memory.
         libc: Where the calls go.
     """
 
@@ -141,7 +140,7 @@ class HostBackend:
         return HostFence()
 
     def memory(self) -> DeviceMemory:
-        return DeviceMemory(max(0, self._budget_bytes - self._mapped_bytes), self._budget_bytes)
+        return DeviceMemory(None, self._budget_bytes)
 
     def tensor(self, address: int, size_bytes: int) -> torch.Tensor:
         import torch

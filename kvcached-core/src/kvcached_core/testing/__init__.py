@@ -1,5 +1,5 @@
 """Contracts and faults for tests, of this package and of backends that come from elsewhere."""
 
-from .arena import FailingBackend, check_arena
+from kvcached_core.testing.arena import FailingBackend, check_arena
 
 __all__ = ["FailingBackend", "check_arena"]

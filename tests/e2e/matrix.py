@@ -1,0 +1,166 @@
+"""Run the correctness matrix, or a part of it, and write its report.
+
+    python -m tests.e2e.matrix --vllm PYTHON --sglang PYTHON --cases 'vllm-gqa-*' --out build/e2e
+    python -m tests.e2e.matrix --vllm PYTHON --cpu --out build/e2e-cpu
+
+Resumable: a run that is complete in the output folder is not repeated, so GPU time may come in slices. Several
+servers run side by side on one GPU (``--parallel``); each has the memory of its flags, whatever its neighbours do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.cases import Case, cpu_cases, gpu_cases, select
+from tests.e2e.checks import Outcome, check_case
+from tests.e2e.engines import ENGINES, Installed
+from tests.e2e.readings import Nvml
+from tests.e2e.report import read_records, summary, write_report
+from tests.e2e.run import MODES, Mode, Place, run_case
+from tests.models.families import make_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run what is asked for; 0 when every check of it passed."""
+    arguments = _parser().parse_args(words)
+    out: Path = arguments.out.resolve()
+    nvml = Nvml()
+    cases = select(cpu_cases() if arguments.cpu else gpu_cases(), arguments.cases)
+    if not cases:
+        print(f"no case is named like {' '.join(arguments.cases)}", file=sys.stderr)
+        return 2
+    installed = {
+        name: Installed.find(engine, python) for name, engine in ENGINES.items() if (python := getattr(arguments, name))
+    }
+    place = _prepare(arguments, out, cases)
+    runnable = [case for case in cases if case.engine.name in installed and not case.why_not(nvml.num_gpus)]
+    matrix = Matrix(installed, place, out / "runs")
+    matrix.run(runnable, parallel=arguments.parallel, budget_seconds=arguments.budget_seconds)
+    setup = {
+        **nvml.description(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "engines": ", ".join(f"{name} {engine.release}" for name, engine in installed.items()),
+        "elastic servers also have": ", ".join(f"{n}={v}" for n, v in place.settings.items())
+        or "no setting but a name",
+        "side by side": str(arguments.parallel),
+    }
+    checks = write_report(out, cases, read_records(out / "runs"), setup)
+    print(f"{out / 'report.md'}: {summary(checks)}", flush=True)
+    missing = matrix.missing(runnable)
+    if missing:
+        print(f"not run yet, resume with the same command: {', '.join(missing)}", flush=True)
+    return int(bool(missing) or any(check.outcome is Outcome.FAIL for check in checks))
+
+
+class Matrix:
+    """Runs cases and keeps each finished run as one file."""
+
+    def __init__(self, installed: dict[str, Installed], place: Place, runs: Path) -> None:
+        self._installed = installed
+        self._place = place
+        self._runs = runs
+        self._printing = threading.Lock()
+        runs.mkdir(parents=True, exist_ok=True)
+
+    def run(self, cases: Iterable[Case], *, parallel: int, budget_seconds: float) -> None:
+        """Run what is missing, natives first: what an engine compiles for them, the elastic servers find ready.
+
+        No run is started that would not end within the budget if it took as long as the longest before it.
+        """
+        # Natives first, not case by case, keeps a case's two servers apart: they would compile the same code at once.
+        missing = [(case, mode) for mode in MODES for case in cases if not self._file(case, mode).exists()]
+        deadline = time.monotonic() + budget_seconds
+        longest = Longest()
+
+        def one(work: tuple[Case, Mode]) -> None:
+            case, mode = work
+            if time.monotonic() + longest.seconds > deadline:
+                return
+            with longest:
+                self._run_one(case, mode)
+
+        with ThreadPoolExecutor(parallel) as pool:
+            list(pool.map(one, missing))
+
+    def missing(self, cases: Iterable[Case]) -> list[str]:
+        return [f"{case.name}.{mode}" for case in cases for mode in MODES if not self._file(case, mode).exists()]
+
+    def _file(self, case: Case, mode: Mode) -> Path:
+        return self._runs / f"{case.name}.{mode}.json"
+
+    def _run_one(self, case: Case, mode: Mode) -> None:
+        started = time.monotonic()
+        record = run_case(case, mode, self._installed[case.engine.name], self._place)
+        scratch = self._file(case, mode).with_suffix(".tmp")
+        scratch.write_text(json.dumps(record))
+        scratch.rename(self._file(case, mode))
+        ready = f"ready after {record['ready_seconds']:.0f} s" if "ready_seconds" in record else record["ready_error"]
+        failed = [check.name for check in check_case(*_pair(record)) if check.outcome is Outcome.FAIL]
+        verdict = f"failed: {', '.join(failed)}" if failed else "good"
+        with self._printing:
+            print(f"{time.monotonic() - started:5.0f} s  {case.name} {mode}: {ready}; {verdict}", flush=True)
+
+
+def _pair(record: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    return (record, None) if record["mode"] == "native" else (None, record)
+
+
+class Longest:
+    """The longest time any use of this context manager took; several threads may be inside."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._local = threading.local()
+
+    def __enter__(self) -> None:
+        self._local.started = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = max(self.seconds, time.monotonic() - self._local.started)
+
+
+def _prepare(arguments: argparse.Namespace, out: Path, cases: Iterable[Case]) -> Place:
+    models: Path = arguments.models.resolve()
+    for family in dict.fromkeys(case.family for case in cases):
+        make_model(family, models / family, num_layers=6 if arguments.cpu else None)
+    runtime_dir: Path = arguments.runtime_dir or out / "ledger"
+    runtime_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return Place(
+        root=ROOT,
+        models=models,
+        logs=out / "logs",
+        runtime_dir=runtime_dir,
+        settings={"KVCACHED_HOST_BUDGET": "2GiB"} if arguments.cpu else {},
+        start_deadline_seconds=arguments.start_seconds,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of an environment with vLLM and kvcached-vllm")
+    parser.add_argument("--sglang", metavar="PYTHON", help="the same with SGLang")
+    parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN", help="shell patterns of case names")
+    parser.add_argument("--cpu", action="store_true", help="the cases that run without a GPU, on shallower models")
+    parser.add_argument("--out", type=Path, required=True, help="records, logs and the report; what is there is kept")
+    parser.add_argument("--models", type=Path, default=Path("/tmp/kvcached-models"), help="made here once")
+    parser.add_argument("--runtime-dir", type=Path, help="the ledgers' directory (default: in the output folder)")
+    parser.add_argument("--parallel", type=int, default=1, help="servers side by side")
+    parser.add_argument("--budget-seconds", type=float, default=float("inf"), help="start no run that would end later")
+    parser.add_argument("--start-seconds", type=float, default=300, help="how long a server may take to start")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

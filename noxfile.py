@@ -34,7 +34,7 @@ BUILD = ROOT / "build"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcached"
 
 CORE_PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-TORCH_PYTHON = "3.11"  # the one core environment that has torch
+DEVICES_PYTHON = "3.11"  # the one core environment that has torch and the CUDA packages
 ENGINE_PYTHONS = ("3.11", "3.12", "3.13")  # what the engine locks hold for, the first one present is taken
 DISTRIBUTIONS = ("kvcached-core", "kvcached-vllm", "kvcached-sglang")
 ENGINE_RELEASES = (
@@ -312,7 +312,7 @@ def run_core(session: nox.Session) -> list[Outcome]:
         if python is None:
             outcomes.append(Outcome(f"core-{version}", remark=f"not run: this machine has no Python {version}"))
             continue
-        lock = "core-torch" if version == TORCH_PYTHON else "core"
+        lock = "core-devices" if version == DEVICES_PYTHON else "core"
         outcomes.append(pytest(session, f"core-{version}", environment(session, lock, python), "core"))
     return outcomes
 

@@ -46,7 +46,7 @@ class Recorder(threading.Thread):
     def sample(self) -> Sample:
         """The servers' resident bytes now."""
         members = {member.name: member for member in self._ledger.snapshot().members}
-        resident = {name: members[name].created_bytes if name in members else 0 for name in ENGINES}
+        resident = {name: members[name].resident_bytes if name in members else 0 for name in ENGINES}
         return Sample(time.monotonic(), resident)
 
     def stop(self) -> None:

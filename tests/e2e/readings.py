@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,9 +73,9 @@ def _load_nvml() -> ModuleType | None:
 def members(runtime_dir: Path) -> list[tuple[str, MemberStatistics]]:
     """Every member of every ledger in the directory, with its device."""
     found = []
-    for device_id in Ledger.devices(runtime_dir):
-        ledger = Ledger.open(device_id, None, runtime_dir=runtime_dir)
-        found += [(device_id, member) for member in ledger.snapshot().members]
+    for device_id in Ledger.device_ids(runtime_dir):
+        with closing(Ledger.open(device_id, None, runtime_dir=runtime_dir)) as ledger:
+            found += [(device_id, member) for member in ledger.snapshot().members]
     return found
 
 
@@ -91,7 +92,7 @@ class Readings:
         """The server's bytes now. ``driver_bytes`` is None where there is no GPU, ``resident_bytes`` 0 for natives."""
         own = [(device, member) for device, member in members(self._runtime_dir) if member.name == self._name]
         return {
-            "resident_bytes": sum(member.created_bytes for _, member in own),
+            "resident_bytes": sum(member.resident_bytes for _, member in own),
             "driver_bytes": self._nvml.process_bytes(self._server.pids()),
             "members": [
                 {"name": member.name, "device": device, "lease_bytes": member.lease_bytes} for device, member in own

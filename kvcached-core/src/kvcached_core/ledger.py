@@ -221,8 +221,8 @@ class Ledger:
         self._users += 1
 
     @staticmethod
-    def device_ids(runtime_dir: Path) -> list[str]:
-        """The devices that have a ledger in a directory, sorted."""
+    def devices(runtime_dir: Path) -> list[str]:
+        """The ids of the devices that have a ledger in a directory, sorted."""
         return device_ids(runtime_dir)
 
     @classmethod
@@ -250,11 +250,10 @@ class Ledger:
         """The device and its live members at one moment.
 
         Raises:
-            LedgerError: The file is gone.
+            LedgerError: The file was lost and there is no other in its place.
         """
         with self._lock:
-            if not self._usable():
-                raise LedgerError(self._gone)
+            self._require()
             while True:
                 rows, reading = self._read()
                 texts = {row.slot: self._file.texts(row.slot) for row in rows}
@@ -367,8 +366,7 @@ class Ledger:
             weight_micros=max(1, round(weight * 1e6)),
         )
         with self._lock:
-            if not self._usable():
-                raise LedgerError(self._gone)
+            self._require()
             account = Account(self, texts, figures)
             self._accounts.append(account)
             return account
@@ -460,8 +458,7 @@ class Ledger:
             return self._command(name, changed)
 
     def _command(self, name: str, changed: Callable[[Claim, Limits, int, int], Limits]) -> int:
-        if not self._usable():
-            raise LedgerError(self._gone)
+        self._require()
         with self._file.operating():
             rows, reading = self._read()
             mine = [row for row in rows if self._file.texts(row.slot).name == name]
@@ -513,13 +510,25 @@ class Ledger:
             self._lose(error)
         return self._gone is None
 
+    def _require(self) -> None:
+        """Have the file that the path leads to now, or raise."""
+        self._check_path()
+        if self._gone is not None:
+            self._reopen()
+        if self._gone is not None:
+            raise LedgerError(self._gone)
+
+    def _check_path(self) -> None:
+        if self._usable():
+            try:
+                self._file.check_path()
+            except LedgerGone as error:
+                self._lose(error)
+
     def _lose(self, error: LedgerGone) -> None:
         self._gone = str(error)
-        logger.warning(
-            "%s. %d member(s) of this process go on with what they hold and join again when they can.",
-            error,
-            len(self._accounts),
-        )
+        for account in self._accounts:
+            logger.warning("%s. %s goes on with what it holds and joins again when it can.", error, account.name)
 
     def _keep_house(self) -> None:
         """Sweep the dead; notice a lost file; take part again once there is one."""
@@ -527,13 +536,10 @@ class Ledger:
         if now < self._next_housekeeping:
             return
         self._next_housekeeping = now + HOUSEKEEPING_SECONDS
-        if self._usable():
-            try:
-                self._file.check_path()
-                self._file.sweep()
-            except LedgerGone as error:
-                self._lose(error)
-        if self._gone is not None:
+        self._check_path()
+        if self._gone is None:
+            self._file.sweep()
+        else:
             self._reopen()
         for account in self._accounts:
             account._register()
@@ -542,9 +548,9 @@ class Ledger:
         try:
             file = self._open_file()
         except LedgerError as error:
-            if str(error) != self._gone:
+            if self._accounts and str(error) != self._gone:
                 logger.warning("The ledger of %s cannot be joined again yet: %s", self.device_id, error)
-                self._gone = str(error)
+            self._gone = str(error)
             return
         self._file.close()
         self._file = file
@@ -586,6 +592,11 @@ class Account:
     def __repr__(self) -> str:
         lease, created = format_bytes(self.lease_bytes), format_bytes(self.created_bytes)
         return f"<Account {self.name} on {self._ledger.device_id}: lease {lease}, created {created}>"
+
+    @property
+    def generation(self) -> int:
+        """See :attr:`Ledger.generation`."""
+        return self._ledger.generation
 
     @property
     def lease_bytes(self) -> int:

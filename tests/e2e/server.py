@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+KILL_DEADLINE_SECONDS = 30  # a process that is freeing a GPU's memory takes seconds to die
+
+
 class ServerError(RuntimeError):
     """A server did not do what the run needs; the message has the figures and where its log is."""
 
@@ -113,7 +116,12 @@ class Server:
             _signal(pid, signal.SIGKILL)
         if self.alive:
             self._process.kill()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=KILL_DEADLINE_SECONDS)
+        deadline = time.monotonic() + KILL_DEADLINE_SECONDS
+        while left := self.pids():
+            if time.monotonic() > deadline:
+                raise ServerError(f"{self.name}: still there {KILL_DEADLINE_SECONDS} s after SIGKILL: {left}")
+            time.sleep(0.05)
 
 
 def free_port() -> int:

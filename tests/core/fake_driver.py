@@ -136,6 +136,9 @@ class Context:
     device: int
     references: int = 0
 
+    def __int__(self) -> int:
+        return id(self)
+
 
 @dataclass(eq=False)
 class Handle:
@@ -366,6 +369,18 @@ class FakeDriver:
         if not self.stack:
             raise Refused(CUresult.CUDA_ERROR_INVALID_CONTEXT)
         return self.stack.pop()
+
+    @driver_call(1)
+    def cuCtxGetCurrent(self) -> Context | int:
+        return self.stack[-1] if self.stack else 0
+
+    @driver_call(0)
+    def cuCtxSetCurrent(self, context: Context | int) -> None:
+        self.stack[-1:] = [context] if isinstance(context, Context) else []
+
+    @driver_call(2)
+    def cuDevicePrimaryCtxGetState(self, device: int) -> tuple[int, int]:
+        return 0, int(self._contexts[device].references > 0)
 
     @driver_call(1)
     def cuCtxGetDevice(self) -> int:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes.util import find_library
-from typing import Any
 from uuid import UUID
 
 import pytest
@@ -19,10 +18,12 @@ from kvcached_core.backends.cuda import CudaBackend, current_device_id
 from kvcached_core.backends.driver import load_driver
 from kvcached_core.errors import DeviceMemoryError, DriverError, InvariantError, UnsupportedError
 
+from tests import device_correctness
+from tests.device_correctness import Machine
+
 from .fake_driver import MIB, CUresult, CUstreamCaptureMode, FakeDriver, Gpu
 
 PAGE_BYTES = FakeDriver.granularity_bytes
-Ask = Callable[[Callable[[], Any]], Any]
 
 
 @pytest.fixture
@@ -30,94 +31,23 @@ def driver() -> FakeDriver:
     return FakeDriver(Gpu(2 * MIB), Gpu(MIB))
 
 
-@pytest.fixture(params=["main", "fresh", "agent"])
-def ask(request: pytest.FixtureRequest, driver: FakeDriver) -> Iterator[Ask]:
-    """Run something in the main thread, in a fresh one, or in one that has worked for the other device before."""
-    if request.param == "main":
-        yield lambda question: question()
-        return
-    with ThreadPoolExecutor(1) as pool:
-        if request.param == "agent":
-            elsewhere = CudaBackend(1 - request.getfixturevalue("ordinal"), driver=driver)
-            pool.submit(elsewhere.memory).result()
-            elsewhere.close()
-            driver.contexts_created.clear()
-        yield lambda question: pool.submit(question).result()
-
-
-@pytest.mark.parametrize("ordinal", [0, 1])
+@pytest.mark.parametrize("claim", device_correctness.CLAIMS)
+@pytest.mark.parametrize("thread", device_correctness.THREADS)
 @pytest.mark.parametrize("callers_device", [None, 0, 1])
-class TestEveryAnswerIsThePoolsOwnDevices:
-    """A pool on one device, the other one full; the caller is on either, or on none."""
-
-    @pytest.fixture(autouse=True)
-    def the_other_device_is_full(self, driver: FakeDriver, ordinal: int) -> None:
-        driver.gpus[1 - ordinal].fill()
-
-    @pytest.fixture
-    def ask_on(self, ask: Ask, driver: FakeDriver, callers_device: int | None) -> Ask:
-        """Ask in a thread whose current device is the caller's, and see that it still is afterwards."""
-
-        def in_thread(question: Callable[[], Any]) -> Any:
-            if callers_device is not None:
-                driver.set_device(callers_device)
-            stack, mode = list(driver.stack), driver.capture_mode
-            answer = question()
-            assert (driver.stack, driver.capture_mode) == (stack, mode)
-            return answer
-
-        return lambda question: ask(lambda: in_thread(question))
-
-    def test_memory(self, driver: FakeDriver, ordinal: int, ask_on: Ask) -> None:
-        backend = CudaBackend(ordinal, driver=driver)
-        memory = ask_on(backend.memory)
-        assert memory.free_bytes == memory.total_bytes == driver.gpus[ordinal].total_bytes
-
-    def test_growing_and_shrinking(self, driver: FakeDriver, ordinal: int, ask_on: Ask) -> None:
-        arena = Arena(CudaBackend(ordinal, driver=driver), 8 * PAGE_BYTES, PAGE_BYTES)
-        used_bytes = driver.gpus[ordinal].used_bytes
-        assert ask_on(lambda: arena.map([range(8)])) == 8
-        assert driver.gpus[ordinal].used_bytes == used_bytes + 8 * PAGE_BYTES
-        ask_on(arena.seal_guard)
-        assert ask_on(lambda: arena.unmap([range(8)])) == 8
-        assert driver.gpus[ordinal].used_bytes == used_bytes
-        ask_on(arena.close)
-        assert driver.gpus[ordinal].used_bytes == 0
-
-    def test_running_out(self, driver: FakeDriver, ordinal: int, ask_on: Ask) -> None:
-        """The other way round: the pool's device is full and the other one is not."""
-        driver.gpus[1 - ordinal].drain()
-        arena = Arena(CudaBackend(ordinal, driver=driver), 8 * PAGE_BYTES, PAGE_BYTES)
-        driver.gpus[ordinal].fill()
-
-        def grow() -> str:
-            with pytest.raises(DeviceMemoryError) as caught:
-                arena.map([range(8)])
-            return str(caught.value)
-
-        assert f"GPU-{driver.gpus[ordinal].uuid}: CUDA_ERROR_OUT_OF_MEMORY" in ask_on(grow)
-        assert driver.gpus[1 - ordinal].used_bytes == 0
-        driver.gpus[ordinal].drain()
-        assert ask_on(lambda: arena.map([range(8)])) == 8
-        arena.close()
-
-    def test_fences(self, driver: FakeDriver, ordinal: int, ask_on: Ask) -> None:
-        backend = CudaBackend(ordinal, driver=driver)
-        stream = driver.make_stream(ordinal)
-        driver.streams[stream].launch()
-        fence = ask_on(lambda: backend.fence([stream, 0]))
-        assert ask_on(fence.done) is False
-        driver.streams[stream].finish()
-        assert ask_on(fence.done) is True
-
-    def test_no_context_appears_on_the_other_device(
-        self, driver: FakeDriver, ordinal: int, callers_device: int | None, ask_on: Ask
-    ) -> None:
-        backend = CudaBackend(ordinal, driver=driver)
-        arena = Arena(backend, 8 * PAGE_BYTES, PAGE_BYTES)
-        ask_on(lambda: (backend.memory(), arena.map([range(2)]), backend.fence([0]).done(), arena.close()))
-        ask_on(backend.close)
-        assert set(driver.contexts_created) == {ordinal, callers_device} - {None}
+@pytest.mark.parametrize("ordinal", [0, 1])
+def test_every_answer_is_the_pools_own_devices(
+    driver: FakeDriver,
+    ordinal: int,
+    callers_device: int | None,
+    thread: str,
+    claim: Callable[[device_correctness.Caller], None],
+) -> None:
+    machine = Machine(
+        driver, lambda device: driver.gpus[device].fill(), lambda device: driver.gpus[device].drain(), PAGE_BYTES
+    )
+    with device_correctness.caller(machine, ordinal, callers_device, thread) as caller:
+        claim(caller)
+    assert [gpu.used_bytes for gpu in driver.gpus] == [0, 0]
 
 
 @pytest.mark.parametrize("visible", ["1", "GPU-{}", "1,0"])

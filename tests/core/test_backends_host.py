@@ -137,6 +137,18 @@ def test_addresses_are_aligned(alignment_bytes: int) -> None:
         backend.release(address, 3 * alignment_bytes)
 
 
+@pytest.mark.parametrize(("page_bytes", "huge"), [(PAGE_BYTES, False), (6 * MIB, True)])
+def test_huge_pages_are_asked_for_where_a_page_holds_whole_ones(page_bytes: int, huge: bool) -> None:
+    size = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+    if not size.exists() or int(size.read_text()) != 2 * MIB:
+        pytest.skip("this kernel has no transparent huge pages of 2 MiB")
+    arena = Arena(HostBackend(MIB), 4 * page_bytes, page_bytes)
+    mapping = Path("/proc/self/smaps").read_text().partition(f"{arena.address:x}-")[2]
+    flags = mapping.partition("VmFlags:")[2].partition("\n")[0].split()
+    assert ("hg" in flags, "dc" in flags) == (huge, True)
+    arena.close()
+
+
 def test_a_kernel_without_populate_gets_its_pages_by_writing() -> None:
     libc = FailingLibc()
     libc.refuse = lambda call, advice: errno.EINVAL if (call, advice) == ("madvise", 23) else 0

@@ -179,7 +179,7 @@ class ExtentLists:
     """Numbered lists of extents, each extent in at most one; every step is O(1).
 
     Lists are linked through two arrays, so an extent costs 12 bytes, and a bit per list says which ones
-    are not empty, so the highest such list below a bound is found without looking at the others.
+    are not empty, so the highest such list is found without looking at the others.
     """
 
     def __init__(self, num_extents: int, num_lists: int) -> None:
@@ -193,7 +193,9 @@ class ExtentLists:
         self._occupied = 0
 
     def put(self, extent_id: int, list_id: int) -> None:
-        """Make an extent the last of a list, wherever it was before."""
+        """Make an extent the last of a list, unless it is in that list already."""
+        if self._list_of[extent_id] == list_id:
+            return
         self.discard(extent_id)
         end = self._heads + list_id
         last = self._previous[end]
@@ -217,10 +219,6 @@ class ExtentLists:
         if not self._lengths[list_id]:
             self._occupied ^= 1 << list_id
 
-    def list_of(self, extent_id: int) -> int:
-        """The list that an extent is in, or -1."""
-        return self._list_of[extent_id]
-
     def length(self, list_id: int) -> int:
         """Extents in one list."""
         return self._lengths[list_id]
@@ -229,9 +227,9 @@ class ExtentLists:
         """The extent that has been in a list for longest; the list must not be empty."""
         return self._next[self._heads + list_id]
 
-    def highest(self, below: int) -> int:
-        """The highest list below ``below`` that is not empty, or -1."""
-        return (self._occupied & ((1 << below) - 1)).bit_length() - 1
+    def highest(self) -> int:
+        """The highest list that is not empty, or -1."""
+        return self._occupied.bit_length() - 1
 
     def walk(self, list_id: int) -> Iterator[int]:
         """The extents of one list, longest there first; the list must not change meanwhile."""

@@ -4,19 +4,23 @@
 ``contract.py`` lists it) and takes its place on one ``BlockPool`` instance. Prefix cache, hybrid
 coordination and KV events stay vLLM's own.
 
-Free blocks are *clean* (without cached content) or *cached*. Clean blocks are bits of one integer per
-extent: no object and no link per block, and a whole extent is handed out as one slice. Cached blocks are
-also in vLLM's own linked list, least recently used first, so that eviction is vLLM's.
+vLLM prepends blocks without cached content, to be reused first, and appends blocks with it, to be reused
+last. So free blocks are *clean* or *cached* by the end that they came in at, whatever happens to their
+hash meanwhile: handing a block out evicts what it still has, and only the order would have differed.
+
+Clean blocks are bits of one integer per extent: no object and no link per block, and a whole extent is
+handed out as one slice. Cached blocks are in vLLM's own linked list, least recently used first, and each
+costs one count of its extent; such extents are looked at closer only when they become idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvcached_core.errors import InvariantError
-from kvcached_core.extents import ExtentLists, ExtentPool
+from kvcached_core.extents import ExtentLists, ExtentPool, Residency
 from kvcached_core.geometry import extent_block_ranges
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
@@ -26,6 +30,10 @@ if TYPE_CHECKING:
 
 _IDLE_CLEAN = 0
 """The list of extents all of whose blocks are free and clean: the last to be picked from."""
+
+# Extents filed by blocks in use per step in debt, and when debt is set: 40 us and 0.6 ms.
+_FILED_PER_STEP = 64
+_FILED_AT_ONCE = 1024
 
 
 class ElasticFreeQueue:
@@ -66,23 +74,24 @@ class ElasticFreeQueue:
 
         self.extents = ExtentPool(num_extents, pinned=self._missing)
         self.attainable_extents = num_extents
+        self._cached = FreeKVCacheBlockQueue([])
         self._clean = [0] * num_extents
-        self._cached = [0] * num_extents
-        self._cached_blocks = FreeKVCacheBlockQueue([])
-        # Lists: idle and clean; with clean blocks, by blocks in use; only cached, by blocks in use.
-        self._only_cached = blocks_per_extent + 2
-        self._lists = ExtentLists(num_extents, self._only_cached + blocks_per_extent + 1)
+        # Free blocks of a resident extent. A short last extent counts the blocks that it lacks as free,
+        # so every extent has `blocks_per_extent - free` in use and is idle when that is 0.
+        self._free = [0] * num_extents
+        # Idle and clean; then with clean blocks, by blocks in use.
+        self._with_clean = ExtentLists(num_extents, blocks_per_extent + 1)
         self._idle_cached = ExtentLists(num_extents, 1)
-        # Extents whose lists are out of date. Filed when a list is next looked at: one prefix hit
-        # removes hundreds of blocks of the same few extents.
-        self._unfiled: dict[int, None] = {}
+        # In debt: every extent with a free block, by blocks in use, as far as it has been filed.
+        self._by_use: ExtentLists | None = None
+        self._num_filed = 0
 
         self.num_clean_blocks = 0
         self.num_cached_blocks = 0
+        self.num_free_blocks = 0
         self._num_resident_blocks = 0
         self._debt_blocks = 0
-        self._count_absent = False
-        self.num_free_blocks = 0
+        self._hidden_blocks = 0
 
     # What vLLM calls
 
@@ -98,14 +107,15 @@ class ElasticFreeQueue:
 
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Take the first ``n`` free blocks; ``n`` is at most ``num_free_blocks``."""
-        if n > self.num_clean_blocks + self.num_cached_blocks - self._debt_blocks and n:
+        if n > self.num_free_blocks:
             raise InvariantError(f"{n} blocks taken of {self.num_free_blocks} free: {self!r}")
-        if self._debt_blocks:
-            blocks = self._pop_fullest(n)
-        else:
-            blocks = self._pop_clean(min(n, self.num_clean_blocks))
-            if len(blocks) < n:
-                blocks.extend(self._pop_cached(n - len(blocks)))
+        blocks: list[KVCacheBlock] = []
+        if self._by_use is not None:
+            self._pop_fullest(blocks, n, self._by_use)
+        if len(blocks) < n and self.num_clean_blocks:
+            self._pop_clean(blocks, n)
+        if len(blocks) < n:
+            self._pop_cached(blocks, n)
         self._count()
         return blocks
 
@@ -115,55 +125,56 @@ class ElasticFreeQueue:
         Raises:
             RuntimeError: It is not free, as with vLLM's own queue.
         """
-        extent_id, index = divmod(block.block_id, self.blocks_per_extent)
-        bit = 1 << index
-        if self._cached[extent_id] & bit:
-            self._cached_blocks.remove(block)
-            self._cached[extent_id] ^= bit
-            self.num_cached_blocks -= 1
-        elif self._clean[extent_id] & bit:
-            self._clean[extent_id] ^= bit
-            self.num_clean_blocks -= 1
-        else:
-            raise RuntimeError(f"remove() called on a block that is not free: {block}")
-        self._unfiled[extent_id] = None
+        self._remove(block)
         self._count()
 
     def append(self, block: KVCacheBlock) -> None:
-        """Free one block, most recently used."""
+        """Free one block with cached content, the most recently used."""
         self.append_n([block])
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
-        """Free blocks; cached ones become the most recently used."""
-        cached = [block for block in blocks if block.block_hash is not None]
-        self._cached_blocks.append_n(cached)
-        self._file(blocks, cached)
+        """Free blocks with cached content, the last one the most recently used."""
+        self._cached.append_n(blocks)
+        self.num_cached_blocks += len(blocks)
+        self._count()
+        size, free, clean = self.blocks_per_extent, self._free, self._clean
+        in_debt = self._by_use is not None
+        for block in blocks:
+            extent_id = block.block_id // size
+            num_free = free[extent_id] + 1
+            free[extent_id] = num_free
+            if num_free >= size or clean[extent_id] or in_debt:
+                self._file(extent_id)
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
-        """Free blocks; cached ones become the least recently used."""
-        cached = [block for block in blocks if block.block_hash is not None]
-        self._cached_blocks.prepend_n(cached)
-        self._file(blocks, cached)
+        """Free blocks without cached content."""
+        for extent_id, bits in self._by_extent(blocks):
+            if self._clean[extent_id] & bits:
+                raise InvariantError(f"Blocks of extent {extent_id} freed twice: {self!r}")
+            self._clean[extent_id] |= bits
+            self._free[extent_id] += bits.bit_count()
+            self._file(extent_id)
+        self.num_clean_blocks += len(blocks)
+        self._count()
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """Every free block, in the order in which they would be taken without debt."""
         return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Free blocks in the order in which they would be taken, after ``cursor``.
+        """Free blocks in the order in which they would be taken without debt, after ``cursor``.
 
         Starts anew where the cursor is not free and cached any more: it may have been handed out, or its
-        extent may have retired. Clean blocks precede every cached one, so after a clean cursor there is
-        nothing that a walk from the start would repeat to any harm.
+        extent may have retired. Clean blocks precede all cached ones, so after a clean cursor a walk
+        from the start repeats only blocks that hold nothing.
         """
-        if cursor is not None and self._is_cached(cursor):
-            yield from self._cached_blocks.iter_blocks_after(cursor)
+        if cursor is not None and _is_linked(cursor):
+            yield from self._cached.iter_blocks_after(cursor)
             return
-        self._file_extents()
-        for list_id in range(self._only_cached - 1, -1, -1):
-            for extent_id in self._lists.walk(list_id):
-                yield from self._blocks(extent_id, self._clean[extent_id])
-        yield from self._cached_blocks.iter_blocks_after(None)
+        for list_id in range(self.blocks_per_extent, -1, -1):
+            for extent_id in self._with_clean.walk(list_id):
+                yield from self._take(extent_id, self._clean[extent_id], self.blocks_per_extent)[0]
+        yield from self._cached.iter_blocks_after(None)
 
     # What the scheduler mixin and the agent call, between steps
 
@@ -172,14 +183,21 @@ class ElasticFreeQueue:
         """Free blocks that vLLM does not see, because as many must soon be given back.
 
         Set where the ceiling was lowered below what is resident: vLLM then runs short by itself and
-        preempts, and what it takes comes from the fullest extents, so the emptiest drain.
+        preempts. What it takes comes from the fullest extents, cached or not, so the emptiest drain;
+        in the order of use alone, blocks in use would stay scattered over all extents.
         """
         return self._debt_blocks
 
     @debt_blocks.setter
     def debt_blocks(self, num_blocks: int) -> None:
-        self._debt_blocks = num_blocks
+        self._debt_blocks = self._hidden_blocks = num_blocks
         self._count()
+        if not num_blocks:
+            self._by_use = None
+        elif self._by_use is None:
+            self._by_use = ExtentLists(self.extents.num_extents, self.blocks_per_extent)
+            self._num_filed = 0
+        self._file_next(_FILED_AT_ONCE)
 
     @property
     def num_used_blocks(self) -> int:
@@ -195,13 +213,11 @@ class ElasticFreeQueue:
     @property
     def num_idle_clean_extents(self) -> int:
         """Extents all of whose blocks are free and clean."""
-        self._file_extents()
-        return self._lists.length(_IDLE_CLEAN)
+        return self._with_clean.length(_IDLE_CLEAN)
 
     @property
     def num_idle_cached_extents(self) -> int:
         """Extents all of whose blocks are free, some of them cached."""
-        self._file_extents()
         return self._idle_cached.length(0)
 
     def block_ranges(self, extent_ids: Iterable[int]) -> list[range]:
@@ -217,11 +233,14 @@ class ElasticFreeQueue:
         ids = list(extent_ids)
         self.extents.arrived(ids)
         for extent_id in ids:
-            bits = self._all_bits(extent_id) & ~self._missing.get(extent_id, 0)
+            size = self._size(extent_id)
+            bits = (1 << size) - 1 & ~self._missing.get(extent_id, 0)
+            num_free = bits.bit_count()
             self._clean[extent_id] = bits
-            self.num_clean_blocks += bits.bit_count()
-            self._num_resident_blocks += bits.bit_count()
-            self._unfiled[extent_id] = None
+            self._free[extent_id] = num_free + self.blocks_per_extent - size
+            self.num_clean_blocks += num_free
+            self._num_resident_blocks += num_free
+            self._file(extent_id)
         self._count()
 
     def abandoned(self, extent_ids: Iterable[int]) -> None:
@@ -242,8 +261,7 @@ class ElasticFreeQueue:
         Returns:
             Its id, now RETIRING, or None if there is none.
         """
-        self._file_extents()
-        lists, list_id = (self._idle_cached, 0) if cached else (self._lists, _IDLE_CLEAN)
+        lists, list_id = (self._idle_cached, 0) if cached else (self._with_clean, _IDLE_CLEAN)
         if not lists.length(list_id):
             return None
         extent_id = lists.first(list_id)
@@ -253,25 +271,24 @@ class ElasticFreeQueue:
 
     @contextmanager
     def counting_absent(self) -> Iterator[None]:
-        """Count blocks that are not resident as free, as ``BlockPool.reset_prefix_cache`` expects.
+        """Count every block that nobody uses as free, as ``BlockPool.reset_prefix_cache`` expects.
 
         It compares the free blocks with all blocks to learn whether any is in use.
         """
-        self._count_absent = True
+        self._hidden_blocks = self._num_resident_blocks - self._num_pooled
         self._count()
         try:
             yield
         finally:
-            self._count_absent = False
+            self._hidden_blocks = self._debt_blocks
             self._count()
 
     def forget_cache(self) -> None:
         """The prefix cache has been reset: every cached block is clean."""
-        for block in self._cached_blocks.popleft_n(self.num_cached_blocks):
-            self._unfiled[block.block_id // self.blocks_per_extent] = None
-        for extent_id in self._unfiled:
-            self._clean[extent_id] |= self._cached[extent_id]
-            self._cached[extent_id] = 0
+        blocks = self._cached.popleft_n(self.num_cached_blocks)
+        for extent_id, bits in self._by_extent(blocks):
+            self._clean[extent_id] |= bits
+            self._file(extent_id)
         self.num_clean_blocks += self.num_cached_blocks
         self.num_cached_blocks = 0
 
@@ -283,88 +300,139 @@ class ElasticFreeQueue:
 
     # Taking
 
-    def _pop_clean(self, n: int) -> list[KVCacheBlock]:
-        blocks: list[KVCacheBlock] = []
-        while len(blocks) < n:
-            self._file_extents()
-            extent_id = self._lists.first(self._lists.highest(below=self._only_cached))
-            blocks.extend(self._take_clean(extent_id, n - len(blocks)))
-        return blocks
+    def _pop_clean(self, blocks: list[KVCacheBlock], n: int) -> None:
+        """Add clean blocks from the fullest extents until there are ``n``, or no more."""
+        lists = self._with_clean
+        while len(blocks) < n and (list_id := lists.highest()) >= 0:
+            self._take_clean(blocks, n, lists.first(list_id))
 
-    def _pop_cached(self, n: int) -> list[KVCacheBlock]:
-        blocks = self._cached_blocks.popleft_n(n)
-        for extent_id, bits in self._by_extent(blocks):
-            self._cached[extent_id] ^= bits
-            self._unfiled[extent_id] = None
-        self.num_cached_blocks -= n
-        return blocks
+    def _pop_cached(self, blocks: list[KVCacheBlock], n: int) -> None:
+        """Add the least recently used cached blocks until there are ``n``."""
+        taken = self._cached.popleft_n(n - len(blocks))
+        self.num_cached_blocks -= len(taken)
+        for block in taken:
+            self._left(block.block_id // self.blocks_per_extent)
+        blocks.extend(taken)
 
-    def _pop_fullest(self, n: int) -> list[KVCacheBlock]:
-        """Take clean and cached blocks alike from the extents with most blocks in use."""
-        blocks: list[KVCacheBlock] = []
-        while len(blocks) < n:
-            extent_id = self._fullest()
-            blocks.extend(self._take_clean(extent_id, n - len(blocks)))
-            for block in self._blocks(extent_id, self._cached[extent_id])[: n - len(blocks)]:
-                self.remove(block)
+    def _pop_fullest(self, blocks: list[KVCacheBlock], n: int, by_use: ExtentLists) -> None:
+        """Add clean and cached blocks alike from the fullest extents that are filed, until there are ``n``."""
+        self._file_next(_FILED_PER_STEP)
+        while len(blocks) < n and (list_id := by_use.highest()) >= 0:
+            extent_id = by_use.first(list_id)
+            self._take_clean(blocks, n, extent_id)
+            cached = [block for block in self._extent_blocks(extent_id) if _is_linked(block)]
+            for block in cached[: n - len(blocks)]:
+                self._remove(block)
                 blocks.append(block)
-        return blocks
 
-    def _fullest(self) -> int:
-        """The extent with a free block that has most blocks in use."""
-        self._file_extents()
-        split = self._only_cached
-        with_clean = self._lists.highest(below=split)
-        only_cached = self._lists.highest(below=2 * split)
-        if only_cached >= split and only_cached - split >= with_clean - 1:
-            return self._lists.first(only_cached)
-        return self._lists.first(with_clean)
+    def _take_clean(self, blocks: list[KVCacheBlock], n: int, extent_id: int) -> None:
+        """Add clean blocks of one extent, lowest first, until there are ``n`` or it has no more."""
+        taken, rest = self._take(extent_id, self._clean[extent_id], n - len(blocks))
+        self._clean[extent_id] = rest
+        self._free[extent_id] -= len(taken)
+        self.num_clean_blocks -= len(taken)
+        self._file(extent_id)
+        blocks.extend(taken)
 
-    def _take_clean(self, extent_id: int, n: int) -> list[KVCacheBlock]:
-        """Take up to ``n`` clean blocks of one extent, lowest first, a run at a time."""
-        bits = self._clean[extent_id]
-        blocks: list[KVCacheBlock] = []
-        while bits and len(blocks) < n:
-            first, stop = _lowest_run(bits)
-            stop = min(stop, first + n - len(blocks))
+    def _take(self, extent_id: int, bits: int, n: int) -> tuple[Sequence[KVCacheBlock], int]:
+        """The first ``n`` blocks that these bits of an extent stand for, and the bits of the rest."""
+        base = extent_id * self.blocks_per_extent
+        taken: list[KVCacheBlock] = []
+        while bits and len(taken) < n:
+            lowest = bits & -bits
+            carried = bits + lowest
+            first, stop = lowest.bit_length() - 1, (carried & -carried).bit_length() - 1
+            stop = min(stop, first + n - len(taken))
+            taken += self._pool.blocks[base + first : base + stop]
             bits &= -1 << stop
-            base = extent_id * self.blocks_per_extent
-            blocks.extend(self._pool.blocks[base + first : base + stop])
-        self._clean[extent_id] = bits
-        self.num_clean_blocks -= len(blocks)
-        self._unfiled[extent_id] = None
-        return blocks
+        return taken, bits
+
+    def _remove(self, block: KVCacheBlock) -> None:
+        extent_id, index = divmod(block.block_id, self.blocks_per_extent)
+        bit = 1 << index
+        if _is_linked(block):
+            self._cached.remove(block)
+            self.num_cached_blocks -= 1
+        elif self._clean[extent_id] & bit:
+            self._clean[extent_id] ^= bit
+            self.num_clean_blocks -= 1
+        else:
+            raise RuntimeError(f"remove() called on a block that is not free: {block}")
+        self._left(extent_id)
 
     def _withdraw(self, extent_id: int) -> None:
         """Take all blocks of an idle extent out of the queue, and their content out of the prefix cache."""
-        blocks = self._blocks(extent_id, self._cached[extent_id])
-        for block in blocks:
-            self._cached_blocks.remove(block)
-        self.num_cached_blocks -= len(blocks)
+        blocks = self._extent_blocks(extent_id)
+        cached = [block for block in blocks if _is_linked(block)]
+        for block in cached:
+            self._cached.remove(block)
+        self.num_cached_blocks -= len(cached)
         self.num_clean_blocks -= self._clean[extent_id].bit_count()
-        self._clean[extent_id] = self._cached[extent_id] = 0
-        self._file_extent(extent_id)
-        hashed = {block.block_id for block in self._extent_blocks(extent_id) if block.block_hash is not None}
-        self._pool.evict_blocks(hashed)
-        self._num_resident_blocks -= len(self._extent_blocks(extent_id))
+        self._num_resident_blocks -= len(blocks)
+        self._clean[extent_id] = self._free[extent_id] = 0
+        for lists in (self._with_clean, self._idle_cached, self._by_use):
+            if lists is not None:
+                lists.discard(extent_id)
+        self._pool.evict_blocks({block.block_id for block in blocks if block.block_hash is not None})
         self._count()
 
     # Filing
 
-    def _file(self, blocks: list[KVCacheBlock], cached: list[KVCacheBlock]) -> None:
-        """Note blocks as free, those in ``cached`` as cached and the rest as clean."""
-        clean = blocks if not cached else [block for block in blocks if block.block_hash is None]
-        for masks, freed in ((self._clean, clean), (self._cached, cached)):
-            for extent_id, bits in self._by_extent(freed):
-                if (self._clean[extent_id] | self._cached[extent_id]) & bits:
-                    raise InvariantError(f"Blocks of extent {extent_id} freed twice: {self!r}")
-                masks[extent_id] |= bits
-                self._unfiled[extent_id] = None
-        self.num_clean_blocks += len(clean)
-        self.num_cached_blocks += len(cached)
-        self._count()
+    def _left(self, extent_id: int) -> None:
+        """A free block of this extent has been taken."""
+        num_free = self._free[extent_id]
+        self._free[extent_id] = num_free - 1
+        if num_free >= self.blocks_per_extent or self._clean[extent_id] or self._by_use is not None:
+            self._file(extent_id)
 
-    def _by_extent(self, blocks: list[KVCacheBlock]) -> Iterator[tuple[int, int]]:
+    def _file(self, extent_id: int) -> None:
+        """Put an extent into the lists that it belongs to."""
+        clean, num_used = self._clean[extent_id], self.blocks_per_extent - self._free[extent_id]
+        if num_used > 0:
+            self._idle_cached.discard(extent_id)
+            if clean:
+                self._with_clean.put(extent_id, 1 + num_used)
+            else:
+                self._with_clean.discard(extent_id)
+        else:
+            self._file_idle(extent_id, clean)
+        if self._by_use is not None:
+            self._file_by_use(extent_id, self._by_use)
+
+    def _file_idle(self, extent_id: int, clean: int) -> None:
+        if self._free[extent_id] > self.blocks_per_extent:
+            raise InvariantError(f"Blocks of extent {extent_id} freed twice: {self!r}")
+        if clean.bit_count() == self._size(extent_id):
+            self._idle_cached.discard(extent_id)
+            self._with_clean.put(extent_id, _IDLE_CLEAN)
+            return
+        self._idle_cached.put(extent_id, 0)
+        if clean:
+            self._with_clean.put(extent_id, 1)
+        else:
+            self._with_clean.discard(extent_id)
+
+    def _file_by_use(self, extent_id: int, by_use: ExtentLists) -> None:
+        num_used = self.blocks_per_extent - self._free[extent_id]
+        if num_used < self.blocks_per_extent:
+            by_use.put(extent_id, num_used)
+        else:
+            by_use.discard(extent_id)
+
+    def _file_next(self, num_extents: int) -> None:
+        """File more extents by use; those that change are filed as they do."""
+        if self._by_use is None:
+            return
+        stop = min(self._num_filed + num_extents, self.extents.num_extents)
+        for extent_id in range(self._num_filed, stop):
+            if self.extents.state(extent_id) is Residency.RESIDENT:
+                self._file_by_use(extent_id, self._by_use)
+        self._num_filed = stop
+
+    def _count(self) -> None:
+        self.num_free_blocks = max(0, self.num_clean_blocks + self.num_cached_blocks - self._hidden_blocks)
+
+    def _by_extent(self, blocks: Sequence[KVCacheBlock]) -> Iterator[tuple[int, int]]:
         """Runs of blocks of the same extent, as the extent and a bit per block."""
         extent_id, bits = -1, 0
         for block in blocks:
@@ -377,66 +445,17 @@ class ElasticFreeQueue:
         if bits:
             yield extent_id, bits
 
-    def _file_extents(self) -> None:
-        """Put the extents that have changed into the lists they belong to."""
-        for extent_id in self._unfiled:
-            self._file_extent(extent_id)
-        self._unfiled.clear()
-
-    def _file_extent(self, extent_id: int) -> None:
-        clean, cached = self._clean[extent_id], self._cached[extent_id]
-        every = self._all_bits(extent_id)
-        idle = clean | cached == every
-        if idle and cached:
-            self._idle_cached.put(extent_id, 0)
-        else:
-            self._idle_cached.discard(extent_id)
-        used = every.bit_count() - (clean | cached).bit_count()
-        if clean:
-            list_id = _IDLE_CLEAN if clean == every else 1 + used
-        elif cached:
-            list_id = self._only_cached + used
-        else:
-            self._lists.discard(extent_id)
-            return
-        if self._lists.list_of(extent_id) != list_id:
-            self._lists.put(extent_id, list_id)
-
-    def _count(self) -> None:
-        hidden = self._num_resident_blocks - self._num_pooled if self._count_absent else self._debt_blocks
-        self.num_free_blocks = max(0, self.num_clean_blocks + self.num_cached_blocks - hidden)
-
-    # Bits and blocks
-
-    def _all_bits(self, extent_id: int) -> int:
-        """A bit per block of an extent, also those that are never free."""
-        size = min(self.blocks_per_extent, self._num_blocks - extent_id * self.blocks_per_extent)
-        return (1 << size) - 1
+    def _size(self, extent_id: int) -> int:
+        return min(self.blocks_per_extent, self._num_blocks - extent_id * self.blocks_per_extent)
 
     def _extent_blocks(self, extent_id: int) -> list[KVCacheBlock]:
         start = extent_id * self.blocks_per_extent
         return self._pool.blocks[start : start + self.blocks_per_extent]
 
-    def _blocks(self, extent_id: int, bits: int) -> list[KVCacheBlock]:
-        """The blocks that these bits of an extent stand for, lowest first."""
-        base = extent_id * self.blocks_per_extent
-        blocks: list[KVCacheBlock] = []
-        while bits:
-            first, stop = _lowest_run(bits)
-            blocks.extend(self._pool.blocks[base + first : base + stop])
-            bits &= -1 << stop
-        return blocks
 
-    def _is_cached(self, block: KVCacheBlock) -> bool:
-        extent_id, index = divmod(block.block_id, self.blocks_per_extent)
-        return bool(self._cached[extent_id] >> index & 1)
-
-
-def _lowest_run(bits: int) -> tuple[int, int]:
-    """The lowest run of set bits, as first and behind last."""
-    lowest = bits & -bits
-    carried = bits + lowest
-    return lowest.bit_length() - 1, (carried & -carried).bit_length() - 1
+def _is_linked(block: KVCacheBlock) -> bool:
+    """Whether a block is in vLLM's linked list, so free and cached."""
+    return block.next_free_block is not None
 
 
 def _withdraw_all(block_pool: BlockPool, blocks_per_extent: int) -> dict[int, int]:

@@ -153,7 +153,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 def _words(variable: str) -> str:
-    return "_".join(sorted(variable.split("_")))  # KVCACHED_ENABLE is near ENABLE_KVCACHED
+    return "_".join(sorted(variable.upper().split("_")))  # KVCACHED_ENABLE is near ENABLE_KVCACHED
 
 
 def _refused(error: ValidationError, known: Mapping[str, str]) -> str:

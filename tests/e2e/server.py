@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-
 KILL_DEADLINE_SECONDS = 30  # a process that is freeing a GPU's memory takes seconds to die
 
 

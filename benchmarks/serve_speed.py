@@ -1,0 +1,135 @@
+"""Throughput, TPOT and TTFT, elastic against native, on an 8B shape.
+
+    python -m benchmarks.serve_speed --vllm PYTHON --sglang PYTHON --ttft --out build/bench
+
+Goals on one H200: at least 0.99 times the native throughput, at most 1.01 times its TPOT. Both sides of an engine run
+at once on one card, each with its own memory, and are loaded in turn, native, elastic, elastic, native, so that what
+drifts counts for both alike; the one that is not loaded waits. Each run starts from an empty prefix cache: for the
+elastic side that means growing from nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ttft
+from benchmarks.serving import Load, Measured, Side, runtime_dir, setup, spread, start, wait_ready, write
+from tests.e2e.engines import ENGINES, Installed
+from tests.e2e.readings import Readings
+
+LOADS = (
+    Load("saturated decode", num_prompts=128, input_tokens=128, output_tokens=512, concurrency=128),
+    Load("prefill-heavy", num_prompts=128, input_tokens=2048, output_tokens=32, concurrency=32),
+)
+WARM_UP = Load("warm-up", num_prompts=64, input_tokens=512, output_tokens=16, concurrency=64)
+ORDER = ("native", "elastic", "elastic", "native")
+THROUGHPUT_GOAL = 0.99
+TPOT_GOAL = 1.01
+IDLE_GOAL_BYTES = 64 << 20
+
+
+def main() -> int:
+    """Measure every engine named."""
+    arguments = _parser().parse_args()
+    out: Path = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    installed = [
+        Installed.find(engine, python) for name, engine in ENGINES.items() if (python := getattr(arguments, name))
+    ]
+    with ExitStack() as stack:
+        pairs = {}
+        for each in installed:
+            name = each.engine.name
+            pairs[name] = {
+                mode: start(each, f"{name}-{mode}", out, elastic=mode == "elastic") for mode in ("native", "elastic")
+            }
+            for side in pairs[name].values():
+                stack.enter_context(side.server)
+        ready = wait_ready(side for pair in pairs.values() for side in pair.values())
+        results = {name: _measure(pair, out, arguments) for name, pair in pairs.items()}
+    document = {"setup": setup(*installed), "start_seconds": ready, "engines": results}
+    write(out, "serve_speed", document, _tables(results))
+    return 0
+
+
+def _measure(pair: Mapping[str, Side], out: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    scratch = out / "loads"
+    scratch.mkdir(exist_ok=True)
+    readings = Readings(pair["elastic"].server, runtime_dir(out), pair["elastic"].name)
+    result: dict[str, Any] = {"idle_bytes": readings.take()["resident_bytes"], "loads": {}}
+    for side in pair.values():
+        side.run(WARM_UP, 0, scratch)
+    for load in LOADS:
+        runs: dict[str, list[dict[str, float]]] = {"native": [], "elastic": []}
+        for place, mode in enumerate(ORDER * arguments.rounds):
+            pair[mode].reset()
+            measured = pair[mode].run(load, 1 + place // 2, scratch)
+            _check_complete(measured, load)
+            runs[mode].append(asdict(measured))
+            print(f"{pair[mode].name}, {load.name}: {measured}", flush=True)
+        result["loads"][load.name] = runs
+    for side in pair.values():
+        side.reset()
+    settled = readings.settle(below_bytes=sys.maxsize, deadline_seconds=10)
+    result["idle_bytes_after_load"] = settled["resident_bytes"]
+    if arguments.ttft:
+        result["ttft"] = ttft.measure(pair["native"], pair["elastic"], out)
+    return result
+
+
+def _check_complete(measured: Measured, load: Load) -> None:
+    if measured.completed != load.num_prompts:
+        raise RuntimeError(f"{measured.completed} of {load.num_prompts} requests of {load.name!r} were answered")
+
+
+def _tables(results: Mapping[str, Any]) -> Iterator[str]:
+    yield "| load | native tok/s | elastic tok/s | ratio | native TPOT ms | elastic TPOT ms | ratio | goal |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for name, result in results.items():
+        for load, runs in result["loads"].items():
+            yield _row(f"{name}, {load}", runs)
+    if any("ttft" in result for result in results.values()):
+        yield from ("", *ttft.HEAD)
+        for name, result in results.items():
+            yield from ttft.table(name, result["ttft"])
+    yield from (
+        "",
+        "| idle KV footprint | at start MiB | after load and reset MiB | goal |",
+        "| --- | --- | --- | --- |",
+    )
+    for name, result in results.items():
+        start_bytes, after = result["idle_bytes"], result["idle_bytes_after_load"]
+        verdict = "met" if max(start_bytes, after) <= IDLE_GOAL_BYTES else "missed"
+        yield f"| {name} | {start_bytes >> 20} | {after >> 20} | {IDLE_GOAL_BYTES >> 20}: {verdict} |"
+
+
+def _row(name: str, runs: Mapping[str, list[dict[str, float]]]) -> str:
+    cells, ratios = [], []
+    for metric in ("total_tokens_per_second", "mean_tpot_ms"):
+        native, elastic = ([run[metric] for run in runs[mode]] for mode in ("native", "elastic"))
+        ratio = statistics.median(elastic) / statistics.median(native)
+        ratios.append(ratio)
+        cells += [spread(native), spread(elastic), f"{ratio:.3f}"]
+    met = ratios[0] >= THROUGHPUT_GOAL and ratios[1] <= TPOT_GOAL
+    return f"| {name} | {' | '.join(cells)} | {'met' if met else 'missed'} |"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ENGINES:
+        parser.add_argument(f"--{name}", metavar="PYTHON", help=f"interpreter of an environment with {name}")
+    parser.add_argument("--ttft", action="store_true", help="also the first token of a 16k-token prompt")
+    parser.add_argument("--rounds", type=int, default=1, help="of native, elastic, elastic, native")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

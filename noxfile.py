@@ -7,6 +7,7 @@ them on ``PYTHONPATH``, with their metadata, so that entry points are found as a
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import hashlib
 import os
@@ -37,10 +38,6 @@ CORE_PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 DEVICES_PYTHON = "3.11"  # the one core environment that has torch and the CUDA packages
 ENGINE_PYTHONS = ("3.11", "3.12", "3.13")  # what the engine locks hold for, the first one present is taken
 DISTRIBUTIONS = ("kvcached-core", "kvcached-vllm", "kvcached-sglang")
-ENGINE_RELEASES = (
-    *(f"vllm-0.{minor}.0" for minor in (30, 31, 32, 33)),
-    *(f"sglang-0.5.{patch}" for patch in (20, 21, 22, 23)),
-)
 ENVIRONMENT_DEADLINE_SECONDS = 30 * 60
 
 
@@ -343,9 +340,21 @@ def run_sglang(session: nox.Session) -> list[Outcome]:
 def engine_sources(session: nox.Session) -> Path:
     """The unpacked Python sources of every supported engine release, fetched once."""
     sources = CACHE / "sources"
+    releases = [f"{engine}-{release}" for engine in ("vllm", "sglang") for release in tested_releases(engine)]
     with _exclusive(session, sources):
-        session.run(sys.executable, "tests/contract/fetch.py", str(sources), *ENGINE_RELEASES)
+        session.run(sys.executable, "tests/contract/fetch.py", str(sources), *releases)
     return sources
+
+
+def tested_releases(engine: str) -> tuple[str, ...]:
+    """The plugin's own table, read without importing the plugin."""
+    module = ast.parse((ROOT / f"kvcached-{engine}" / "src" / f"kvcached_{engine}" / "releases.py").read_text())
+    tables = [each.value for each in module.body if isinstance(each, ast.Assign) and _assigns(each, "TESTED_RELEASES")]
+    return ast.literal_eval(tables[0])
+
+
+def _assigns(statement: ast.Assign, name: str) -> bool:
+    return [target.id for target in statement.targets if isinstance(target, ast.Name)] == [name]
 
 
 def small_model(session: nox.Session, target: Environment, name: str) -> str:

@@ -33,7 +33,6 @@ from kvcached_core.orders import (
     TICK_SECONDS,
     Ack,
     FromRank,
-    Hello,
     Link,
     Map,
     Report,
@@ -41,8 +40,6 @@ from kvcached_core.orders import (
     Standing,
     ToRank,
     Undo,
-    Welcome,
-    greet,
 )
 
 log = logging.getLogger(__name__)
@@ -190,15 +187,6 @@ class Agent(threading.Thread):
         self._lost_ranks: set[int] = set()
         self.statistics = AgentStatistics()
 
-    def greet(self, num_blocks: int) -> list[Welcome]:
-        """Introduce the scheduler to every rank, before the thread starts.
-
-        Raises:
-            OrderError: A rank does not answer.
-        """
-        hello = Hello(num_blocks, self._blocks.blocks_per_extent)
-        return [greet(link, hello) for link in self._links]
-
     def kick(self) -> None:
         """Demand has changed: look at once. Any thread."""
         os.eventfd_write(self._wake, 1)
@@ -240,7 +228,7 @@ class Agent(threading.Thread):
             while not self._stopping:
                 self._sleep()
                 self._turn()
-        except BaseException as error:  # noqa: BLE001 - residency is unknown from here on: ending beats guessing
+        except BaseException as error:
             log.critical("kvcached's agent cannot go on, so this engine process ends: %r", error, exc_info=error)
             os._exit(70)
 

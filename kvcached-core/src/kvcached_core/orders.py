@@ -3,10 +3,10 @@
 Guarantees:
 
 * Orders of one decider reach a rank in the order in which they were sent. Nothing about mapping travels any other way.
-* ``Map``, ``Retire`` and ``Undo`` are each answered by exactly one ``Ack`` with their ``seq``. Answers may come out of
-  order: a ``Retire`` that waits for its fence never delays a later ``Map``.
-* A rank that dies closes its link at once (the kernel closes its socket); ``SocketLink.closed`` becomes true at the next
-  ``receive``. A rank that is stopped keeps its link open and does not answer: deadlines are the decider's
+* ``Map``, ``Retire`` and ``Undo`` are each answered by exactly one ``Ack`` with their ``seq``. Answers may come out
+  of order: a ``Retire`` that waits for its fence never delays a later ``Map``.
+* A rank that dies closes its link at once (the kernel closes its socket); ``SocketLink.closed`` becomes true at the
+  next ``receive``. A rank that is stopped keeps its link open and does not answer: deadlines are the decider's
   (``agent.py``), sending to it never blocks.
 * With one process for both, ``LocalLink`` is a direct call: no socket, no thread, no copy.
 
@@ -24,7 +24,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,20 +42,21 @@ TICK_SECONDS = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """The decider's first message: how it cuts the engine's blocks into extents."""
+    """The decider's first message: how it cuts the engine's blocks into extents; None: it asks how the rank would."""
 
     num_blocks: int
-    blocks_per_extent: int
+    blocks_per_extent: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Welcome:
-    """A rank's answer to `Hello`: what one extent costs there at most, and who it is."""
+    """A rank's answer to `Hello`: how extents are cut, what one costs there at most, and who it is."""
 
     rank: int
     pid: int
     device_id: str
     member: str
+    blocks_per_extent: int
     extent_bytes: int
     page_bytes: int
     total_bytes: int
@@ -130,9 +131,14 @@ class Standing:
     must: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Bye:
+    """The rank's last message: its engine is shutting down, which is no error."""
+
+
 ToRank = Hello | Map | Retire | Undo | Report
-FromRank = Welcome | Ack | Standing
-_KINDS = {kind.__name__: kind for kind in (Hello, Welcome, Map, Retire, Undo, Report, Ack, Standing)}
+FromRank = Welcome | Ack | Standing | Bye
+_KINDS = {kind.__name__: kind for kind in (Hello, Welcome, Map, Retire, Undo, Report, Ack, Standing, Bye)}
 
 
 def encode(message: ToRank | FromRank) -> bytes:
@@ -249,7 +255,11 @@ class SocketLink:
             if not datagram:
                 self._lost(None)
                 break
-            messages.append(decode(datagram))
+            message = decode(datagram)
+            if isinstance(message, Bye):
+                self.close()
+            else:
+                messages.append(message)
         return messages
 
     def close(self) -> None:
@@ -298,7 +308,7 @@ class OrderServer(threading.Thread):
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
         self._listener.listen(1)
-        self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stop_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def run(self) -> None:
         try:
@@ -311,7 +321,7 @@ class OrderServer(threading.Thread):
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
-        os.eventfd_write(self._stop, 1)
+        os.eventfd_write(self._stop_event, 1)
         if self.is_alive() and threading.current_thread() is not self:
             self.join(2.0)
         self._listener.close()
@@ -327,20 +337,21 @@ class OrderServer(threading.Thread):
                     return
                 for message in self._rank.tick():
                     connection.sendall(encode(message))
+            connection.sendall(encode(Bye()))
 
     def _accept(self) -> socket.socket | None:
-        ready, _, _ = select.select([self._listener, self._stop], [], [])
-        if self._stop in ready:
+        ready, _, _ = select.select([self._listener, self._stop_event], [], [])
+        if self._stop_event in ready:
             return None
         connection, _ = self._listener.accept()
         self._path.unlink(missing_ok=True)
         return connection
 
     def _stopping(self, wakers: Iterable[int]) -> bool:
-        ready, _, _ = select.select([*wakers, self._stop], [], [], TICK_SECONDS)
+        ready, _, _ = select.select([*wakers, self._stop_event], [], [], TICK_SECONDS)
         if self._rank.wake in ready:
             _drain(self._rank.wake)
-        return self._stop in ready
+        return self._stop_event in ready
 
     def _take_orders(self, connection: socket.socket) -> bool:
         """Carry out what has arrived; false when the decider has gone."""
@@ -395,12 +406,21 @@ def connect(address: Path, rank: int, *, deadline_seconds: float = 30.0) -> Link
     return SocketLink(address, rank, deadline_seconds=deadline_seconds)
 
 
-def greet(link: Link, hello: Hello, *, deadline_seconds: float = 10.0) -> Welcome:
-    """Send the first message and wait for the rank's answer.
+def greet(links: Sequence[Link], num_blocks: int, *, deadline_seconds: float = 10.0) -> list[Welcome]:
+    """Agree with every rank on the size of an extent: the largest that one of them would choose.
+
+    Returns:
+        The ranks' answers, in the order of ``links``; all have the same ``blocks_per_extent``.
 
     Raises:
-        OrderError: No answer within the deadline, or the link closed.
+        OrderError: A rank does not answer within the deadline.
     """
+    proposed = [_ask(link, Hello(num_blocks), deadline_seconds) for link in links]
+    blocks_per_extent = max(welcome.blocks_per_extent for welcome in proposed)
+    return [_ask(link, Hello(num_blocks, blocks_per_extent), deadline_seconds) for link in links]
+
+
+def _ask(link: Link, hello: Hello, deadline_seconds: float) -> Welcome:
     link.send(hello)
     deadline = time.monotonic() + deadline_seconds
     while time.monotonic() < deadline and not link.closed:

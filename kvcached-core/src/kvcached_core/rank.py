@@ -54,6 +54,7 @@ class Rank:
         backend: Backend,
         *,
         index: int,
+        static_used_bytes: Callable[[], int] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is mapped yet; see `pin`.
@@ -61,6 +62,8 @@ class Rank:
         Args:
             geometry: Of ``arena``.
             account: This rank's slot in the ledger of ``backend``'s device.
+            static_used_bytes: What weights, activations and graphs of this process hold now; put into the ledger
+                from time to time. None where nothing but KV is accounted.
         """
         self.index = index
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -68,6 +71,7 @@ class Rank:
         self._geometry = geometry
         self._account = account
         self._backend = backend
+        self._static_used_bytes = static_used_bytes
         self._now = now
         self._lock = threading.RLock()
         self._blocks_per_extent = geometry.blocks_per_extent
@@ -111,8 +115,10 @@ class Rank:
             os.eventfd_write(self.wake, 1)
 
     def order(self, message: ToRank) -> None:
-        """Carry out an order; what is to be answered appears in `tick`."""
+        """Carry out an order; what is to be answered appears in `tick`. Ignored once closed."""
         with self._lock:
+            if self._closed:
+                return
             if isinstance(message, Map):
                 self._said.append(self._map(message))
             elif isinstance(message, Retire):
@@ -159,12 +165,15 @@ class Rank:
             raise InvariantError(
                 f"the scheduler counts {hello.num_blocks} blocks and rank {self.index} {self._geometry.num_blocks}"
             )
-        self._blocks_per_extent = hello.blocks_per_extent
+        if hello.blocks_per_extent is not None:
+            self._blocks_per_extent = hello.blocks_per_extent
+        self._standing = None  # it is said anew, in extents of this size
         return Welcome(
             rank=self.index,
             pid=os.getpid(),
             device_id=self._backend.device_id,
             member=self._account.name,
+            blocks_per_extent=self._blocks_per_extent,
             extent_bytes=self._extent_bytes,
             page_bytes=self._geometry.page_bytes,
             total_bytes=self._backend.memory().total_bytes,
@@ -183,13 +192,14 @@ class Rank:
 
     def _create(self, seq: int, pages: list[range]) -> Ack:
         wanted = self._arena.new_pages(pages) * self._arena.page_bytes
-        granted = self._account.lease(wanted, self._driver_free_bytes())
+        granted = self._account.lease(wanted)
         if granted < wanted:
             self._account.give_back(granted)
             return Ack(seq, f"the ledger grants {format_bytes(granted)} of {format_bytes(wanted)} now", shortage=True)
         try:
             self._arena.map(pages)
         except (DeviceMemoryError, DriverError) as error:
+            self._account.create_failed()
             self._account.give_back(wanted)
             return Ack(seq, str(error), shortage=isinstance(error, DeviceMemoryError))
         self._account.created(wanted)
@@ -231,10 +241,6 @@ class Rank:
 
     # Ledger
 
-    def _driver_free_bytes(self) -> int | None:
-        """What this device has free, asked of this device; None on the host, where the ledger knows itself."""
-        return None if self._backend.device_id == "host" else self._backend.memory().free_bytes
-
     def _tell_ledger(self) -> None:
         report, extent = self._report, self._extent_bytes
         self._account.report(
@@ -243,15 +249,16 @@ class Rank:
             free_bytes=report.free_extents * extent,
             cached_bytes=report.cached_extents * extent,
             busy=report.busy,
-            driver_free_bytes=self._driver_free_bytes(),
         )
 
     def _look_at_ledger(self) -> None:
-        generation, now = self._account.generation, self._now()
-        if generation == self._seen_generation and now - self._seen_at < REFRESH_SECONDS:
+        now = self._now()
+        due = now - self._seen_at >= REFRESH_SECONDS
+        self._account.heartbeat()
+        if due and self._static_used_bytes is not None:
+            self._account.static_used(self._static_used_bytes())
+        if not due and self._account.generation == self._seen_generation:
             return
-        if now - self._seen_at >= REFRESH_SECONDS:
-            self._tell_ledger()
         self._seen_generation, self._seen_at = self._account.generation, now
         standing = self._ask_standing()
         if standing != self._standing:
@@ -259,14 +266,12 @@ class Rank:
             self._said.append(standing)
 
     def _ask_standing(self) -> Standing:
-        allowance, extent = self._account.allowance(self._driver_free_bytes()), self._extent_bytes
+        allowance, extent = self._account.allowance(), self._extent_bytes
         lease = self._account.lease_bytes
-        grow = max(0, allowance.may_hold_bytes - lease) // extent
-        target = min(allowance.target_bytes, allowance.ceiling_bytes)
-        surplus = -(-max(0, lease - target) // extent)
+        target = min(allowance.target_bytes, lease - allowance.trim_bytes)
         return Standing(
-            may_hold_extents=self._num_extents + grow,
-            target_extents=max(0, self._num_extents - surplus),
+            may_hold_extents=self._num_extents + max(0, allowance.may_hold_bytes - lease) // extent,
+            target_extents=max(0, self._num_extents - -(-max(0, lease - target) // extent)),
             ceiling_extents=allowance.ceiling_bytes // extent,
             must=lease > allowance.ceiling_bytes,
         )

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.ballast import ballast
 from tests.e2e.checks import IDLE_FOOTPRINT_BYTES, INTERRUPTED, Check, Outcome
 from tests.e2e.client import Answer, Client
 from tests.e2e.engines import ENGINES, SGLANG, VLLM, Engine, Installed
@@ -274,34 +274,6 @@ def main(words: Sequence[str] | None = None) -> int:
     _write(out, setup, checks, record, timeline, {name: server.command for name, server in servers.items()})
     print(f"{out / 'pair.md'}: {summary(checks)}", flush=True)
     return int(any(check.outcome is Outcome.FAIL for check in checks))
-
-
-@contextmanager
-def ballast(nvml: Nvml, free_bytes: int, python: str) -> Iterator[None]:
-    """Leave ``free_bytes`` of the device free while inside, by one plain allocation of another process.
-
-    Without a GPU nothing is done: there the budget of the host backend is the limit.
-    """
-    if not nvml.num_gpus:
-        yield
-        return
-    code = (
-        "import sys, torch\n"
-        "free, _ = torch.cuda.mem_get_info(0)\n"
-        "held = torch.empty(max(0, free - int(sys.argv[1])), dtype=torch.uint8, device='cuda:0')\n"
-        "print(held.numel(), flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    command = [python, "-c", code, str(free_bytes)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin
-        assert process.stdout
-        held = process.stdout.readline().strip()
-        if not held:
-            raise RuntimeError(f"the process that takes the rest of the device ended with code {process.wait()}")
-        print(f"ballast: {int(held) / 2**30:.1f} GiB", flush=True)
-        yield
-        process.stdin.close()
 
 
 def _start(role: Role, installed: Installed, scale: Scale, out: Path, models: Path) -> Server:

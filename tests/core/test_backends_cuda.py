@@ -95,14 +95,15 @@ def test_a_backend_holds_a_context_and_a_stream_until_it_is_closed(driver: FakeD
     assert (driver.holdings(), driver.events) == (before, {})
 
 
-def test_a_backend_that_cannot_be_made_leaves_nothing(driver: FakeDriver) -> None:
+@pytest.mark.parametrize("result", [CUresult.CUDA_ERROR_INVALID_VALUE, CUresult.CUDA_ERROR_OUT_OF_MEMORY])
+def test_a_backend_that_cannot_be_made_leaves_nothing(driver: FakeDriver, result: CUresult) -> None:
     before = driver.holdings()
     driver.inject(None)
     CudaBackend(0, driver=driver).close()
     calls = list(driver.calls)
     for position in range(calls.index("cuStreamCreate") + 1):
-        driver.inject(position, CUresult.CUDA_ERROR_INVALID_VALUE)
-        with pytest.raises((DriverError, UnsupportedError), match="INVALID_VALUE"):
+        driver.inject(position, result)
+        with pytest.raises((DriverError, DeviceMemoryError, UnsupportedError), match=result.name):
             CudaBackend(0, driver=driver)
         assert driver.holdings() == before, calls[position]
 
@@ -279,27 +280,29 @@ def test_sealing_takes_one_call_for_each_run_of_unmapped_pages(driver: FakeDrive
     assert driver.calls.count("cuMemSetAccess") == 2
 
 
-def test_a_seal_that_fails_can_be_repeated(driver: FakeDriver, arena: Arena) -> None:
+@pytest.mark.parametrize("result", [CUresult.CUDA_ERROR_INVALID_VALUE, CUresult.CUDA_ERROR_OUT_OF_MEMORY])
+def test_a_seal_that_fails_can_be_repeated(driver: FakeDriver, arena: Arena, result: CUresult) -> None:
     arena.map([range(2, 4)])
     driver.inject(None)
     arena.seal_guard()
     for position, name in enumerate(list(driver.calls)):
         if name in {"cuCtxPopCurrent", "cuThreadExchangeStreamCaptureMode"}:
             continue
-        driver.inject(position, CUresult.CUDA_ERROR_INVALID_VALUE)
-        with pytest.raises(DriverError):
+        driver.inject(position, result)
+        with pytest.raises((DriverError, DeviceMemoryError)):
             arena.seal_guard()
         driver.inject(None)
         arena.seal_guard()
         assert access_to(driver, arena) == "rrwwrrrr"
 
 
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
 def test_a_guard_that_cannot_return_is_reported_and_stands_again_after_the_next_time(
-    driver: FakeDriver, arena: Arena, caplog: pytest.LogCaptureFixture
+    driver: FakeDriver, arena: Arena, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     arena.seal_guard()
     arena.map([range(3, 4)])
-    driver.inject(3, CUresult.CUDA_ERROR_INVALID_VALUE)
+    driver.inject(["cuCtxPushCurrent", "cuMemUnmap", "cuMemMap", "cuMemSetAccess"].index(call))
     assert arena.unmap([range(3, 4)]) == 1
     assert "no guard page behind" in caplog.text
     driver.inject(None)
@@ -327,19 +330,22 @@ def test_two_arenas_have_a_guard_each(driver: FakeDriver) -> None:
 @pytest.mark.parametrize("name", ["cuCtxPopCurrent", "cuThreadExchangeStreamCaptureMode"])
 def test_a_thread_that_cannot_be_restored_is_lost(driver: FakeDriver, name: str) -> None:
     backend = CudaBackend(0, driver=driver)
+    fence = backend.fence([0])
     driver.inject(None)
-    backend.memory()
+    assert fence.done()
     last = len(driver.calls) - 1 - driver.calls[::-1].index(name)
+    fence = backend.fence([0])
     driver.inject(last, CUresult.CUDA_ERROR_INVALID_CONTEXT)
     with pytest.raises(InvariantError, match=rf"{name} failed.*another device than it believes"):
-        backend.memory()
+        fence.done()
 
 
 def test_a_failure_inside_restores_the_thread(driver: FakeDriver) -> None:
     backend = CudaBackend(0, driver=driver)
     driver.set_device(1)
-    driver.inject(2)
-    with pytest.raises(DeviceMemoryError):
-        backend.memory()
+    for position, ask in ((1, backend.memory), (2, lambda: backend.fence([0]))):
+        driver.inject(position)
+        with pytest.raises(DeviceMemoryError):
+            ask()
     assert [context.device for context in driver.stack] == [1]
     assert driver.capture_mode == CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL

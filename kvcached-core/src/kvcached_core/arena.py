@@ -94,7 +94,8 @@ class Arena:
 
     def freed_pages(self, page_ranges: Iterable[range]) -> int:
         """How many pages an `unmap` of these ranges would remove."""
-        return len(self._last_referenced(Counter(self._checked(page_ranges))))
+        dropped = Counter(self._checked(page_ranges))
+        return sum(self._references[page] == count for page, count in dropped.items())
 
     def map(self, page_ranges: Iterable[range]) -> int:
         """Add one reference to each page of each range, all or none. New pages are resident and hold zeros.
@@ -130,11 +131,9 @@ class Arena:
             DriverError: The driver refused to unmap some pages. All references are dropped; those pages stay
                 resident, and a later `map` of them takes them as they are, and zeroes them.
         """
-        dropped = Counter(self._checked(page_ranges))
-        self._check_referenced(dropped)
-        removed = self._last_referenced(dropped)
-        for page, count in dropped.items():
-            self._references[page] -= count
+        pages = self._checked(page_ranges)
+        self._drop_references(pages)
+        removed = self._unreferenced(pages)
         errors = self._remove(removed)
         if errors:
             raise errors[0]
@@ -187,18 +186,18 @@ class Arena:
             raise InvariantError(f"pages {min(pages)} to {max(pages)} are not all within {self!r}")
         return pages
 
-    def _check_referenced(self, dropped: Counter[int]) -> None:
-        for page, count in dropped.items():
-            if self._references[page] < count:
-                raise InvariantError(
-                    f"page {page} has {self._references[page]} references and is to lose {count}, in {self!r}"
-                )
+    def _drop_references(self, pages: Sequence[int]) -> None:
+        references = self._references
+        for page in pages:
+            references[page] -= 1
+        lacking = sorted({page for page in pages if references[page] < 0})
+        if lacking:
+            for page in pages:
+                references[page] += 1
+            raise InvariantError(f"pages {lacking} have fewer references than they are to lose, in {self!r}")
 
     def _unreferenced(self, pages: Iterable[int]) -> list[int]:
         return sorted({page for page in pages if not self._references[page]})
-
-    def _last_referenced(self, dropped: Counter[int]) -> list[int]:
-        return sorted(page for page, count in dropped.items() if self._references[page] == count)
 
     def _create(self, pages: Sequence[int]) -> None:
         """Map and zero pages that have no reference: all or none."""

@@ -1,6 +1,6 @@
 """One CUDA device, through the driver's virtual memory calls.
 
-Driver behaviour this relies on (CUDA Driver API; measured on an H200, driver 580):
+Driver behaviour this relies on (CUDA Driver API; figures and how they were got: ``docs/design/arena.md``):
 - The current context is per thread, and what it is in a thread that never set one is nobody's promise. So every
   method pushes this device's primary context and pops it. The caller's stack is afterwards what it was.
 - A handle may be released as soon as it is mapped: its memory lives until the last mapping goes (``cuMemRelease``).
@@ -9,7 +9,7 @@ Driver behaviour this relies on (CUDA Driver API; measured on an H200, driver 58
 - ``cuMemSetAccess`` may cover many neighbouring mappings in one call.
 - Unmapping takes no stream and waits for none.
 - An event query from another thread breaks a graph capture in mode GLOBAL, unless that thread's own mode is
-  THREAD_LOCAL. The methods set it and set it back.
+  THREAD_LOCAL: see `_Undisturbing`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CudaBackend:
         try:
             with self._entered():
                 self._stream = self._call("cuStreamCreate", int(module.CUstream_flags.CU_STREAM_NON_BLOCKING))
-        except DriverError:
+        except BaseException:
             self._call("cuDevicePrimaryCtxRelease", self._device)
             raise
         self._closed = False
@@ -87,18 +87,21 @@ class CudaBackend:
             self._call("cuMemAddressFree", address, size_bytes)
 
     def map(self, address: int, page_bytes: int) -> None:
-        call = self._call
         guard = self._guard_of(address)
-        with self._entered(), ExitStack() as undo:
-            handle = call("cuMemCreate", page_bytes, self._properties, 0)
-            undo.callback(call, "cuMemRelease", handle)
-            if guard is not None and guard.uncover(address):
-                undo.callback(guard.cover, address)
-            call("cuMemMap", address, page_bytes, 0, handle, 0)
-            undo.callback(call, "cuMemUnmap", address, page_bytes)
-            call("cuMemSetAccess", address, page_bytes, self._writable, 1)
-            call("cuMemRelease", handle)
-            undo.pop_all()
+        with self._entered():
+            handle = self._call("cuMemCreate", page_bytes, self._properties, 0)
+            try:
+                if guard is not None and guard.uncover(address):
+                    try:
+                        self._attach(address, page_bytes, handle)
+                    except BaseException:
+                        guard.cover(address)
+                        raise
+                else:
+                    self._attach(address, page_bytes, handle)
+            except BaseException:
+                self._call("cuMemRelease", handle)
+                raise
 
     def unmap(self, address: int, page_bytes: int) -> None:
         guard = self._guard_of(address)
@@ -108,17 +111,19 @@ class CudaBackend:
                 guard.cover_if_possible(address)
 
     def zero(self, spans: Sequence[tuple[int, int]]) -> None:
-        with self._entered():
+        with self._undisturbing():
             self._zero(spans)
 
     def fence(self, streams: Sequence[int]) -> CudaFence:
         events: list[Any] = []
-        with self._entered(), ExitStack() as undo:
-            undo.callback(self._spare_events.extend, events)
-            for stream in streams:
-                events.append(self._event())
-                self._call("cuEventRecord", events[-1], stream)
-            undo.pop_all()
+        with self._undisturbing():
+            try:
+                for stream in streams:
+                    events.append(self._event())
+                    self._call("cuEventRecord", events[-1], stream)
+            except BaseException:
+                self._spare_events += events
+                raise
         return CudaFence(events, self._event_done, self._spare_events)
 
     def memory(self) -> DeviceMemory:
@@ -147,7 +152,7 @@ class CudaBackend:
             return torch.from_dlpack(Buffer.from_handle(address, size_bytes, mr=Borrowed())).view(torch.int8)
 
     def set_guard(self, address: int, size_bytes: int, page_bytes: int, *, writable: bool) -> None:
-        with self._entered():
+        with self._undisturbing():
             guard = self._guard_of(address)
             if guard is None:
                 guard = _Guard(self._driver, address, size_bytes, page_bytes, self._properties, self._writable)
@@ -169,6 +174,19 @@ class CudaBackend:
     def _entered(self) -> _Entered:
         return _Entered(self._driver, self._context)
 
+    def _undisturbing(self) -> _Undisturbing:
+        return _Undisturbing(self._driver, self._context)
+
+    def _attach(self, address: int, page_bytes: int, handle: Any) -> None:
+        """Map a handle, which then belongs to the mapping."""
+        self._call("cuMemMap", address, page_bytes, 0, handle, 0)
+        try:
+            self._call("cuMemSetAccess", address, page_bytes, self._writable, 1)
+            self._call("cuMemRelease", handle)
+        except BaseException:
+            self._call("cuMemUnmap", address, page_bytes)
+            raise
+
     def _require_virtual_memory(self) -> None:
         attribute = self._driver.module.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         if not self._call("cuDeviceGetAttribute", attribute, self._device):
@@ -183,7 +201,10 @@ class CudaBackend:
         self._call("cuStreamSynchronize", self._stream)
 
     def _guard_of(self, address: int) -> _Guard | None:
-        return next((guard for guard in self._guards if address in guard.addresses), None)
+        for guard in self._guards:
+            if address in guard.addresses:
+                return guard
+        return None
 
     def _event(self) -> Any:
         if self._spare_events:
@@ -192,7 +213,7 @@ class CudaBackend:
 
     def _event_done(self, event: Any) -> bool:
         results = self._driver.module.CUresult
-        with self._entered():
+        with self._undisturbing():
             (result,) = self._driver.module.cuEventQuery(event)
         if result == results.CUDA_ERROR_NOT_READY:
             return False
@@ -243,7 +264,7 @@ def current_device_id(driver: Any = None) -> str:
 
 
 class _Entered:
-    """Within, the device's context is current in this thread, and no capture of another thread can be disturbed.
+    """Within, the device's context is current in this thread.
 
     Raises:
         DriverError: It could not be entered; the thread is as it was.
@@ -253,25 +274,41 @@ class _Entered:
     def __init__(self, driver: Driver, context: Any) -> None:
         self._driver = driver
         self._context = context
-        self._mode = driver.module.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
     def __enter__(self) -> None:
         self._driver.call("cuCtxPushCurrent", self._context)
-        try:
-            self._mode = self._driver.call("cuThreadExchangeStreamCaptureMode", self._mode)
-        except DriverError:
-            self._leave("cuCtxPopCurrent")
-            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._leave("cuThreadExchangeStreamCaptureMode", self._mode)
         self._leave("cuCtxPopCurrent")
 
     def _leave(self, name: str, *arguments: Any) -> None:
         try:
             self._driver.call(name, *arguments)
-        except DriverError as error:
+        except (DeviceMemoryError, DriverError) as error:
             raise InvariantError(f"{error} This thread may now use another device than it believes: end it.") from error
+
+
+class _Undisturbing(_Entered):
+    """Within, also, nothing that this thread does can break a graph capture of another thread.
+
+    Source: CUDA Driver API, ``cuThreadExchangeStreamCaptureMode``. Event queries and stream synchronisation need
+    this; creating, mapping, unmapping and memory queries do not (run on an H200 during a capture in mode GLOBAL).
+    """
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        modes = self._driver.module.CUstreamCaptureMode
+        try:
+            self._mode = self._driver.call(
+                "cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+            )
+        except BaseException:
+            self._leave("cuCtxPopCurrent")
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._leave("cuThreadExchangeStreamCaptureMode", self._mode)
+        super().__exit__(kind, error, at)
 
 
 class _Guard:
@@ -307,7 +344,7 @@ class _Guard:
         self._alias(address)
         try:
             self._call("cuMemSetAccess", address, self._page_bytes, self._access, 1)
-        except DriverError:
+        except BaseException:
             self.uncover(address)
             raise
 

@@ -68,21 +68,22 @@ class Driver:
     def __init__(self, module: Any, device_id: str) -> None:
         self.module = module
         self.device_id = device_id
+        self._success = module.CUresult.CUDA_SUCCESS
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What the driver function returns besides its result: None, one value, or a list.
+        """What the driver function returns besides its result: one value, or a tuple of none or several.
 
         Raises:
             DeviceMemoryError: CUDA_ERROR_OUT_OF_MEMORY.
             DriverError: Any other failure.
         """
-        result, *values = getattr(self.module, name)(*arguments)
-        self.check(name, result)
-        return values[0] if len(values) == 1 else values or None
+        answer = getattr(self.module, name)(*arguments)
+        self.check(name, answer[0])
+        return answer[1] if len(answer) == 2 else answer[1:]
 
     def check(self, name: str, result: Any) -> None:
         """Raise what a call's result stands for, unless it is success."""
-        if result != self.module.CUresult.CUDA_SUCCESS:
+        if result != self._success:
             raise self._failure(name, result.name)
 
     def _failure(self, name: str, result: str) -> DeviceMemoryError | DriverError:
@@ -102,6 +103,6 @@ class Driver:
 
     def _free_memory(self) -> str:
         result, free_bytes, total_bytes = self.module.cuMemGetInfo()
-        if result != self.module.CUresult.CUDA_SUCCESS:
+        if result != self._success:
             return f"The driver does not say how much is free ({result.name})."
         return f"The driver reports {free_bytes / 2**30:.2f} of {total_bytes / 2**30:.2f} GiB free."

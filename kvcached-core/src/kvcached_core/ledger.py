@@ -691,6 +691,12 @@ class Account:
         with self._ledger._lock:
             self._set(static_used_bytes=num_bytes)
 
+    def set_floor(self, num_bytes: int) -> None:
+        """Change this member's own floor, which holds until an operator sets another: at joining, an engine does not
+        know yet what one request of its model takes."""
+        with self._ledger._lock:
+            self._set(floor_bytes=min(num_bytes, self._figures["ceiling_bytes"]))
+
     def report(self, *, demand_bytes: int, unmet_bytes: int, free_bytes: int, cached_bytes: int, busy: bool) -> None:
         """Tell the others what this member would use now, what of it it could not get, and what it could spare.
 

@@ -16,7 +16,7 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tests.e2e.engines import ENGINES, Installed
 from tests.e2e.readings import Nvml
 from tests.e2e.report import read_records, summary, write_report
 from tests.e2e.run import MODES, Mode, Place, run_case
+from tests.e2e.server import kill_all
 from tests.models.families import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     place = _prepare(arguments, out, cases)
     runnable = [case for case in cases if case.engine.name in installed and not case.why_not(nvml.num_gpus)]
-    matrix = Matrix(installed, place, out / "runs")
+    matrix = Matrix(lambda case, mode: run_case(case, mode, installed[case.engine.name], place), out / "runs")
     matrix.run(runnable, parallel=arguments.parallel, budget_seconds=arguments.budget_seconds)
     setup = {
         **nvml.description(),
@@ -65,70 +66,94 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 class Matrix:
-    """Runs cases and keeps each finished run as one file."""
+    """Runs cases and keeps each finished run as one file.
 
-    def __init__(self, installed: dict[str, Installed], place: Place, runs: Path) -> None:
-        self._installed = installed
-        self._place = place
+    Args:
+        run: Makes the record of one run.
+        runs: The folder of the files.
+    """
+
+    def __init__(self, run: Callable[[Case, Mode], dict[str, Any]], runs: Path) -> None:
+        self._run = run
         self._runs = runs
-        self._printing = threading.Lock()
+        self._turn = threading.Condition()
+        self._running: set[Path] = set()
+        self._longest_seconds = 0.0
+        self._stopped = False
         runs.mkdir(parents=True, exist_ok=True)
 
-    def run(self, cases: Iterable[Case], *, parallel: int, budget_seconds: float) -> None:
-        """Run what is missing, natives first: what an engine compiles for them, the elastic servers find ready.
+    def run(self, cases: Sequence[Case], *, parallel: int, budget_seconds: float) -> None:
+        """Run what is missing, so many servers side by side.
 
         No run is started that would not end within the budget if it took as long as the longest before it.
         """
-        # Natives first, not case by case, keeps a case's two servers apart: they would compile the same code at once.
-        missing = [(case, mode) for mode in MODES for case in cases if not self._file(case, mode).exists()]
         deadline = time.monotonic() + budget_seconds
-        longest = Longest()
-
-        def one(work: tuple[Case, Mode]) -> None:
-            case, mode = work
-            if time.monotonic() + longest.seconds > deadline:
-                return
-            with longest:
-                self._run_one(case, mode)
-
         with ThreadPoolExecutor(parallel) as pool:
-            list(pool.map(one, missing))
+            workers = [pool.submit(self._work, cases, deadline) for _ in range(parallel)]
+            try:
+                for worker in workers:
+                    worker.result()
+            except KeyboardInterrupt:
+                # The servers have sessions of their own, so they did not get the interrupt.
+                self._stopped = True
+                kill_all()
+                raise
 
     def missing(self, cases: Iterable[Case]) -> list[str]:
         return [f"{case.name}.{mode}" for case in cases for mode in MODES if not self._file(case, mode).exists()]
+
+    def _work(self, cases: Sequence[Case], deadline: float) -> None:
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: self._next(cases) or not self._running)
+                work = self._next(cases)
+                if self._stopped or work is None or time.monotonic() + self._longest_seconds > deadline:
+                    return
+                self._running.add(self._file(*work))
+            started = time.monotonic()
+            try:
+                self._run_one(*work)
+            finally:
+                with self._turn:
+                    self._running.discard(self._file(*work))
+                    self._longest_seconds = max(self._longest_seconds, time.monotonic() - started)
+                    self._turn.notify_all()
+
+    def _next(self, cases: Sequence[Case]) -> tuple[Case, Mode] | None:
+        """The elastic run of the first case whose native one is there, else the next native run.
+
+        A case's two servers never start together: they would compile the same code at once, and what the native one
+        compiled the elastic one finds ready. And cases are complete one after the other, should the budget end.
+        """
+        for case in cases:
+            if self._file(case, "native").exists() and self._is_due(case, "elastic"):
+                return case, "elastic"
+        return next(((case, "native") for case in cases if self._is_due(case, "native")), None)
+
+    def _is_due(self, case: Case, mode: Mode) -> bool:
+        file = self._file(case, mode)
+        return file not in self._running and not file.exists()
 
     def _file(self, case: Case, mode: Mode) -> Path:
         return self._runs / f"{case.name}.{mode}.json"
 
     def _run_one(self, case: Case, mode: Mode) -> None:
         started = time.monotonic()
-        record = run_case(case, mode, self._installed[case.engine.name], self._place)
+        record = self._run(case, mode)
+        if self._stopped:
+            return  # it was cut short
         scratch = self._file(case, mode).with_suffix(".tmp")
         scratch.write_text(json.dumps(record))
         scratch.rename(self._file(case, mode))
         ready = f"ready after {record['ready_seconds']:.0f} s" if "ready_seconds" in record else record["ready_error"]
         failed = [check.name for check in check_case(*_pair(record)) if check.outcome is Outcome.FAIL]
         verdict = f"failed: {', '.join(failed)}" if failed else "good"
-        with self._printing:
+        with self._turn:
             print(f"{time.monotonic() - started:5.0f} s  {case.name} {mode}: {ready}; {verdict}", flush=True)
 
 
 def _pair(record: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     return (record, None) if record["mode"] == "native" else (None, record)
-
-
-class Longest:
-    """The longest time any use of this context manager took; several threads may be inside."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._local = threading.local()
-
-    def __enter__(self) -> None:
-        self._local.started = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds = max(self.seconds, time.monotonic() - self._local.started)
 
 
 def _prepare(arguments: argparse.Namespace, out: Path, cases: Iterable[Case]) -> Place:

@@ -60,10 +60,12 @@ class Server:
             )
 
     def __enter__(self) -> Server:
+        _running.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kill()
+        _running.discard(self)
+        self.kill()
 
     @property
     def alive(self) -> bool:
@@ -102,7 +104,7 @@ class Server:
             time.sleep(0.1)
         left = tuple(f"{pid} {name}" for pid, name in self.pids().items())
         code = self._process.poll()
-        self._kill()
+        self.kill()
         return Exit(seconds, code, left)
 
     def log_text(self, num_bytes: int = -1) -> str:
@@ -110,7 +112,8 @@ class Server:
         with self.log.open("rb") as file:
             return file.read(num_bytes).decode(errors="replace")
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End every process of the session at once. Idempotent."""
         for pid in self.pids():
             _signal(pid, signal.SIGKILL)
         if self.alive:
@@ -121,6 +124,15 @@ class Server:
             if time.monotonic() > deadline:
                 raise ServerError(f"{self.name}: still there {KILL_DEADLINE_SECONDS} s after SIGKILL: {left}")
             time.sleep(0.05)
+
+
+_running: set[Server] = set()
+
+
+def kill_all() -> None:
+    """Kill every server that is inside its context manager now, in whatever thread."""
+    for server in list(_running):
+        server.kill()
 
 
 def free_port() -> int:

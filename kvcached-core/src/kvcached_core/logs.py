@@ -1,0 +1,61 @@
+"""The one line that each engine's log has about kvcached at start-up, and where kvcached's log goes."""
+
+from __future__ import annotations
+
+import logging
+
+from kvcached_core import __version__
+from kvcached_core.sizes import format_bytes
+
+
+def active_line(
+    *,
+    engine: str,
+    engine_version: str,
+    member: str,
+    device_id: str,
+    virtual_bytes: int,
+    floor_bytes: int,
+    ceiling_bytes: int,
+    layout: str,
+    page_bytes: int,
+) -> str:
+    """The start-up line of an engine whose KV cache is elastic.
+
+    Args:
+        member: Its name in the ledger.
+        virtual_bytes: What the engine was told it has: the size of its reserved addresses.
+        layout: The engine's name of its KV layout.
+    """
+    return (
+        f"kvcached {__version__} is on: {engine} {engine_version}, member {member} on {device_id}, "
+        f"virtual capacity {format_bytes(virtual_bytes)}, floor {format_bytes(floor_bytes)}, "
+        f"ceiling {format_bytes(ceiling_bytes)}, layout {layout}, page {format_bytes(page_bytes)}"
+    )
+
+
+def inactive_line(*, engine: str, reason: str) -> str:
+    """The start-up line of an engine that was asked to use kvcached and runs natively.
+
+    Args:
+        reason: What is wrong and what to do.
+    """
+    return f"kvcached {__version__} is OFF, {engine} runs natively: {reason}"
+
+
+def follow(engine_log: logging.Logger, level: str, *packages: str) -> None:
+    """Afterwards kvcached's packages log to the engine's handlers, at their own level.
+
+    vLLM gives handlers to its own logger only and leaves the root logger without one, so that other packages'
+    INFO lines are lost. Source: ``vllm/logger.py`` (0.30 to 0.33).
+
+    Args:
+        engine_log: The logger that has the engine's handlers.
+        level: ``KVCACHED_LOG_LEVEL``.
+        packages: Names of the plugin's packages beside the core's.
+    """
+    for package in ("kvcached_core", *packages):
+        log = logging.getLogger(package)
+        log.setLevel(level)
+        log.handlers = list(engine_log.handlers)
+        log.propagate = False

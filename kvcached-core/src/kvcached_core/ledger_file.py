@@ -359,11 +359,14 @@ class LedgerFile:
             self._store(_ROWS + slot * _ROW_WORDS + _FIGURE_AT[name], value, slot, name)
 
     def _store(self, at: int, value: int, slot: int, name: str) -> None:
+        self._prepare(slot, name)
+        self._words[at] = value
+        self._fence()
+
+    def _prepare(self, slot: int, name: str) -> None:
         self._check_pid()
         if self._on_write is not None:
             self._on_write(slot, name)
-        self._words[at] = value
-        self._fence()
 
     def _count_change(self, slot: int) -> None:
         self._store(_CHANGES + slot, self._words[_CHANGES + slot] + 1, slot, "changes")
@@ -392,7 +395,7 @@ class LedgerFile:
                 self._locks.release(_CLAIM + slot)
                 continue
             self.owned.add(slot)
-            self.store_quietly(slot, **figures._asdict())
+            self._write_figures(slot, figures)
             return slot
         raise LedgerError(f"all {SLOTS} slots of {self.path} are taken: stop a member")
 
@@ -440,9 +443,16 @@ class LedgerFile:
     def _alive(self, slot: int) -> bool:
         return slot in self.owned or self._locks.holder(_LIFE + slot) is not None
 
+    def _write_figures(self, slot: int, figures: Figures) -> None:
+        at = 8 * (_ROWS + slot * _ROW_WORDS)
+        raw = struct.pack(f"={len(figures)}Q", *figures)
+        self._prepare(slot, "figures")
+        self._bytes[at : at + len(raw)] = raw  # in any order: nobody reads a slot that is not occupied
+        self._fence()
+
     def write_texts(self, slot: int, texts: Texts) -> None:
         """Write the texts of a slot that this process owns and that is not occupied."""
-        self._check_pid()
+        self._prepare(slot, "texts")
         for text, span in zip(texts, self._text_spans(slot), strict=True):
             self._bytes[span] = _padded(text, span.stop - span.start)
         self._fence()

@@ -223,6 +223,15 @@ class Agent(threading.Thread):
         self._note(waits=1, waits_timed_out=int(not enough), waited_seconds=self._now() - start)
         return enough
 
+    def await_first_blocks(self, wait_seconds: float) -> bool:
+        """Wait until any block is free, when the engine starts. Not with the lock held.
+
+        Returns:
+            Whether one is.
+        """
+        with self._lock:
+            return self._grown.wait_for(lambda: self._blocks.num_free_blocks > 0, wait_seconds)
+
     def run(self) -> None:
         try:
             while not self._stopping:

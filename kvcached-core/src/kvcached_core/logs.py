@@ -44,18 +44,17 @@ def inactive_line(*, engine: str, reason: str) -> str:
 
 
 def follow(engine_log: logging.Logger, level: str, *packages: str) -> None:
-    """Afterwards kvcached's packages log to the engine's handlers, at their own level.
+    """Afterwards kvcached's packages log to whatever handlers the engine's logger has, at their own level.
 
-    vLLM gives handlers to its own logger only and leaves the root logger without one, so that other packages'
-    INFO lines are lost. Source: ``vllm/logger.py`` (0.30 to 0.33).
+    vLLM gives handlers to its own logger only, from 0.31 on after plugins were loaded, and leaves the root logger
+    without one, so that other packages' INFO lines are lost. Source: ``vllm/logger.py`` (0.30 to 0.33).
 
     Args:
-        engine_log: The logger that has the engine's handlers.
+        engine_log: The logger that has the engine's handlers, or will have.
         level: ``KVCACHED_LOG_LEVEL``.
         packages: Names of the plugin's packages beside the core's.
     """
     for package in ("kvcached_core", *packages):
         log = logging.getLogger(package)
         log.setLevel(level)
-        log.handlers = list(engine_log.handlers)
-        log.propagate = False
+        log.parent = engine_log

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvcached_core.errors import UnsupportedError
 from kvcached_core.geometry import Geometry, Stripe, merge_stripes
@@ -86,6 +86,29 @@ def check_tensors(
     for name, bound in layers.items():
         for tensor in bound if isinstance(bound, (tuple, list)) else (bound,):
             _check_tensor(geometry, address, name, tensor)
+
+
+def bound_tensors(
+    kv_cache_config: KVCacheConfig, layers: Mapping[str, Any]
+) -> dict[str, torch.Tensor | Sequence[torch.Tensor]]:
+    """What vLLM has bound to each layer that has a view of its own.
+
+    Args:
+        kv_cache_config: Of this process.
+        layers: The static forward context.
+    """
+    viewed = {
+        name
+        for group in kv_cache_config.kv_cache_groups
+        if group.kv_cache_spec.has_layer_views
+        for name in group.layer_names
+    }
+    return {
+        name: layers[name].kv_cache
+        for tensor in kv_cache_config.kv_cache_tensors
+        for name in tensor.layers
+        if name in viewed and name in layers
+    }
 
 
 def _tensor_stripes(tensor: KVCacheTensor, num_blocks: int) -> Iterator[Stripe]:

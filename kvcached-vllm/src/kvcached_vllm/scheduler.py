@@ -1,0 +1,215 @@
+"""What both schedulers add to vLLM's own: a queue that holds only resident blocks, and the agent that moves them.
+
+One lock per scheduler covers every method that changes its block lists; the agent takes it for about a millisecond
+at a time. A step adds one check of the free blocks against what the step needs, which is O(1).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Any
+
+from kvcached_core import orders
+from kvcached_core.agent import Agent, Policy
+from kvcached_core.config import Settings
+from kvcached_core.sizes import Size, format_bytes
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+from kvcached_vllm.demand import Demand
+from kvcached_vllm.member import order_address
+from kvcached_vllm.queue import ElasticFreeQueue
+from kvcached_vllm.worker import STEP_ATTRIBUTE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+FIRST_BLOCKS_SECONDS = 10.0
+"""How long an engine waits at start for its first memory before it says so and serves what it can."""
+
+
+class ElasticScheduling:
+    """Mixin over a scheduler class of vLLM."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._lock = threading.RLock()  # add_request may call finish_requests
+        self._step = 0
+        self._refused: list[Request] = []
+        super().__init__(*args, **kwargs)
+        self._demand = Demand(self)  # type: ignore[arg-type]
+        links, self._welcomes = _connect(self)
+        self._blocks = self._replace_free_queue(self._welcomes[0].blocks_per_extent)
+        self._agent = Agent(self._blocks, links, self, self._lock, self._make_policy())
+        self._agent.start()
+        self._await_first_blocks()
+
+    # What the agent asks
+
+    def wanted_blocks(self) -> int:
+        """Free blocks that the next few steps would take; none while paused or asleep."""
+        return self._demand.next_steps_blocks() if self._is_unpaused() else 0
+
+    def busy(self) -> bool:
+        """Whether there are requests to work on."""
+        return self._is_unpaused() and self._demand.is_busy()
+
+    def last_step(self) -> int:
+        """Number of the step scheduled last."""
+        return self._step
+
+    # What vLLM calls, each under the lock
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedule a step; before it, wait a moment for blocks that are on their way."""
+        with self._lock:
+            self._agent.await_blocks(self._demand.next_step_blocks())
+            self._size_watermark()
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            self._step += 1
+            setattr(output, STEP_ATTRIBUTE, self._step)
+            if self._blocks.num_clean_blocks < self._demand.next_steps_blocks():
+                self._agent.kick()
+            return output
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        """As vLLM's; also answers the requests that were refused."""
+        with self._lock:
+            outputs = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+            return self._answer_refused(outputs) if self._refused else outputs
+
+    def add_request(self, request: Request) -> None:
+        """As vLLM's; refuses what could never fit under this engine's ceiling, which would wait forever."""
+        with self._lock:
+            if self._fits(request):
+                super().add_request(request)  # type: ignore[misc]
+            else:
+                self._refused.append(request)
+        self._agent.kick()  # a head start before the next step
+
+    def has_requests(self) -> bool:
+        """Also true while a refused request waits for its answer."""
+        return bool(self._refused) or super().has_requests()  # type: ignore[misc]
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+
+    def update_draft_token_ids(self, *args: Any, **kwargs: Any) -> None:
+        with self._lock:
+            super().update_draft_token_ids(*args, **kwargs)  # type: ignore[misc]
+
+    def update_draft_token_ids_in_output(self, *args: Any, **kwargs: Any) -> None:
+        with self._lock:
+            super().update_draft_token_ids_in_output(*args, **kwargs)  # type: ignore[misc]
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """As vLLM's, which learns from the count of free blocks whether any is in use."""
+        with self._lock:
+            with self._blocks.counting_absent():
+                done = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
+            self._blocks.forget_cache()
+        self._agent.kick()
+        return bool(done)
+
+    def get_kv_cache_usage(self) -> float:
+        """Blocks in use as a share of those that this engine could use now, 0 to 1."""
+        with self._lock:
+            attainable = self._blocks.num_attainable_blocks
+            return self._blocks.num_used_blocks / attainable if attainable else 0.0
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, with the usage of `get_kv_cache_usage`: routers take an endpoint at 0.8 for full."""
+        with self._lock:
+            stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
+            if stats is not None:
+                stats.kv_cache_usage = self.get_kv_cache_usage()
+            return stats
+
+    def shutdown(self) -> None:
+        """End the agent, then as vLLM's."""
+        self._agent.stop()
+        super().shutdown()  # type: ignore[misc]
+
+    # Setting up
+
+    def _replace_free_queue(self, blocks_per_extent: int) -> ElasticFreeQueue:
+        pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
+        pool.free_block_queue = blocks = ElasticFreeQueue(pool, blocks_per_extent)
+        return blocks
+
+    def _make_policy(self) -> Policy:
+        settings = Settings.load()
+        return Policy(
+            standing_blocks=self._demand.standing_blocks(self._blocks.blocks_per_extent),
+            cache_floor_blocks=self._blocks_in(settings.cache_floor),
+            cache_ceiling_blocks=None if settings.cache_ceiling is None else self._blocks_in(settings.cache_ceiling),
+        )
+
+    def _blocks_in(self, size: Size) -> int:
+        """Blocks that a size on each rank's device holds; the smallest rank decides."""
+        return min(
+            size.resolve(rank.total_bytes) * rank.blocks_per_extent // rank.extent_bytes for rank in self._welcomes
+        )
+
+    def _await_first_blocks(self) -> None:
+        if not self._agent.await_first_blocks(FIRST_BLOCKS_SECONDS):
+            log.warning(
+                "kvcached got no memory for a first extent (%s) within %.0f s: neighbours hold the device. "
+                "Requests wait until they give way; see `kvcached status`.",
+                format_bytes(self._welcomes[0].extent_bytes), FIRST_BLOCKS_SECONDS,
+            )  # fmt: skip
+
+    # Working
+
+    def _is_unpaused(self) -> bool:
+        return self._pause_state == PauseState.UNPAUSED  # type: ignore[attr-defined]
+
+    def _size_watermark(self) -> None:
+        """vLLM computed its watermark from all virtual blocks; it means a share of those that can be had."""
+        watermark = self.scheduler_config.watermark  # type: ignore[attr-defined]
+        if watermark:
+            manager = self.kv_cache_manager  # type: ignore[attr-defined]
+            manager.watermark_blocks = int(watermark * self._blocks.num_attainable_blocks)
+
+    def _fits(self, request: Request) -> bool:
+        extents = self._blocks.extents
+        most = extents.ceiling * self._blocks.blocks_per_extent
+        needed = self._demand.request_blocks(request)
+        if needed <= most or extents.ceiling >= extents.num_extents:
+            return True
+        log.error(
+            "Request %s could grow to %d tokens, which take %d blocks; the ceiling of this engine allows %d. Lower "
+            "max_tokens, or raise the ceiling (kvcached limit).",
+            request.request_id, request.num_prompt_tokens + (request.max_tokens or 0), needed, most,
+        )  # fmt: skip
+        return False
+
+    def _answer_refused(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+        for request in self._refused:
+            answer = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR)
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(answer)
+        self._refused.clear()
+        return outputs
+
+
+def _connect(scheduler: Any) -> tuple[Sequence[orders.Link], Sequence[orders.Welcome]]:
+    """Links to every rank of the engine, greeted."""
+    ranks = range(scheduler.parallel_config.world_size)
+    links = [orders.connect(order_address(scheduler.vllm_config, rank), rank) for rank in ranks]
+    return links, orders.greet(links, scheduler.kv_cache_config.num_blocks)
+
+
+class ElasticScheduler(ElasticScheduling, Scheduler):
+    """vLLM's synchronous scheduler over elastic memory."""
+
+
+class ElasticAsyncScheduler(ElasticScheduling, AsyncScheduler):
+    """vLLM's asynchronous scheduler over elastic memory."""

@@ -389,9 +389,9 @@ class LedgerFile:
         """
         self.sweep()
         for slot in range(SLOTS):
-            if slot in self.owned or self._words[_TENURES + slot] % 2 or not self._locks.take(_CLAIM + slot):
+            if slot in self.owned or not self._locks.take(_CLAIM + slot):
                 continue
-            if self._words[_TENURES + slot] % 2 or not self._locks.take(_LIFE + slot):
+            if self._words[_TENURES + slot] % 2 or not self._locks.take(_LIFE + slot):  # a dying one may drop it later
                 self._locks.release(_CLAIM + slot)
                 continue
             self.owned.add(slot)
@@ -423,12 +423,11 @@ class LedgerFile:
         """Free the slots of the dead. Returns how many there were."""
         swept = 0
         for slot in self._occupied():
-            if self._alive(slot) or not self._locks.take(_CLAIM + slot):
-                continue
-            if self._words[_TENURES + slot] % 2 and not self._alive(slot):  # as before the claim byte was ours
-                self._turn_tenure(slot)
-                swept += 1
-            self._locks.release(_CLAIM + slot)
+            if slot not in self.owned and self._locks.take(_CLAIM + slot):  # the owner, if any, held it for life
+                if self._words[_TENURES + slot] % 2:
+                    self._turn_tenure(slot)
+                    swept += 1
+                self._locks.release(_CLAIM + slot)
         return swept
 
     def _turn_tenure(self, slot: int) -> int:
@@ -543,10 +542,7 @@ class LedgerFile:
         while True:
             epoch = self._epoch()
             if self._locks.take(_TABLE + epoch % _TABLE_BYTES):
-                if self._epoch() == epoch:
-                    return epoch
-                self._locks.release(_TABLE + epoch % _TABLE_BYTES)
-                continue
+                return epoch
             now = self._clock.seconds()
             if now - began > TURN_DEADLINE_SECONDS:
                 raise LedgerError(f"no turn at {self.path} within {TURN_DEADLINE_SECONDS} s (epoch {epoch})")

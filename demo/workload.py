@@ -81,7 +81,7 @@ def phases(scale: Scale) -> list[Phase]:
         Phase("A idle", seconds=4.0),
         Phase("B loaded", loads["B"].take(scale.alone)),
         Phase("both", loads["A"].take(scale.both) + loads["B"].take(scale.both)),
-        Phase("caches dropped", seconds=4.0, drops_caches=True),
+        Phase("caches dropped", seconds=5.0, drops_caches=True),
     ]
 
 

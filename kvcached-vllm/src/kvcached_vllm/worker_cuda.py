@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import torch
 from kvcached_core.backends import load_backend
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.v1.worker.gpu_worker import Worker
 
-from kvcached_vllm import sizing, weights
+from kvcached_vllm import layout, sizing, weights
 from kvcached_vllm.member import Member
 from kvcached_vllm.worker import ElasticWorker
 
@@ -53,6 +54,12 @@ class ElasticCudaWorker(ElasticWorker, Worker):
         result = super().compile_or_warm_up_model()
         self._settle_static(torch.cuda.max_memory_reserved(self.device))
         return result
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """As vLLM's, block-major first where every kernel takes it; a layout set by the user wins in any case."""
+        names = super().get_supported_kv_cache_layouts()
+        backends = get_current_attn_backends(self.vllm_config)
+        return layout.prefer_block_major(names, backends, self.cache_config.block_size)
 
     def kv_streams(self) -> Sequence[int]:
         """vLLM launches everything that touches the KV cache on its thread's current stream."""

@@ -54,8 +54,8 @@ def cached_content(pool: BlockPool, blocks: list[KVCacheBlock]) -> list[KVCacheB
 class QueueBesideModel(RuleBasedStateMachine):
     """Every method in any order, beside sets and lists that are searched from end to end."""
 
-    @initialize(num_blocks=st.integers(1, 26), blocks_per_extent=st.integers(1, 7))
-    def start(self, num_blocks: int, blocks_per_extent: int) -> None:
+    @initialize(num_blocks=st.integers(1, 40), blocks_per_extent=st.integers(1, 7), resident=st.integers(0, 40))
+    def start(self, num_blocks: int, blocks_per_extent: int, resident: int) -> None:
         self.pool = elastic_pool(num_blocks, blocks_per_extent)
         self.queue: ElasticFreeQueue = self.pool.free_block_queue
         self.size = blocks_per_extent
@@ -68,6 +68,9 @@ class QueueBesideModel(RuleBasedStateMachine):
         self.moving: dict[int, Residency] = {}
         self.absent = set(range(self.num_extents))
         self.debt = 0
+        self.take_absent(resident)
+        while self.moving:
+            self.arrive(min(self.moving))
 
     # the model
 
@@ -129,7 +132,7 @@ class QueueBesideModel(RuleBasedStateMachine):
 
     # what vLLM does
 
-    @rule(n=st.integers(0, 12))
+    @rule(n=st.integers(0, 15))
     def allocate(self, n: int) -> None:
         if n > self.num_free():
             with pytest.raises(ValueError, match="Cannot get"):
@@ -145,8 +148,12 @@ class QueueBesideModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
-    def free_request(self, data: st.DataObject) -> None:
-        blocks = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
+    def free(self, data: st.DataObject) -> None:
+        """Some blocks of a request, as where a window slides on, or all of them."""
+        request = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
+        goes = data.draw(st.lists(st.booleans(), min_size=len(request), max_size=len(request)))
+        self.requests.append([block for block, leaves in zip(request, goes, strict=True) if not leaves])
+        blocks = [block for block, leaves in zip(request, goes, strict=True) if leaves]
         full = [block for block in blocks if block.ref_cnt == 1 and block.block_hash is None]
         cache(self.pool, full[: data.draw(st.integers(0, len(full)))])
         last = [block for block in reversed(blocks) if block.ref_cnt == 1]
@@ -179,14 +186,15 @@ class QueueBesideModel(RuleBasedStateMachine):
         with self.queue.counting_absent():
             done = self.pool.reset_prefix_cache()
         assert done == (not any(self.requests))
-        if done:
-            self.queue.forget_cache()
-            self.clean.update(self.cached)
-            self.cached.clear()
+        self.queue.forget_cache()
+        for block_id in list(self.cached):
+            if self.pool.blocks[block_id].block_hash is None:
+                self.cached.remove(block_id)
+                self.clean.add(block_id)
 
     # what the agent does
 
-    @rule(n=st.integers(0, 4))
+    @rule(n=st.integers(0, 9))
     def take_absent(self, n: int) -> None:
         taken = self.queue.take_absent(min(n, self.queue.extents.room))
         assert taken == sorted(self.absent)[: len(taken)]
@@ -198,17 +206,21 @@ class QueueBesideModel(RuleBasedStateMachine):
         if not self.moving:
             return
         extent_id = data.draw(st.sampled_from(sorted(self.moving)))
-        if self.moving.pop(extent_id) is Residency.RETIRING:
-            self.queue.departed([extent_id])
-            self.absent.add(extent_id)
-        elif data.draw(st.booleans()):
-            self.queue.arrived([extent_id])
-            for block_id in self.blocks_of(extent_id):
-                if block_id:
-                    self.enter(block_id, cached=False)
-        else:
+        if self.moving[extent_id] is Residency.MAPPING and data.draw(st.booleans()):
+            self.arrive(extent_id)
+            return
+        if self.moving.pop(extent_id) is Residency.MAPPING:
             self.queue.abandoned([extent_id])
-            self.absent.add(extent_id)
+        else:
+            self.queue.departed([extent_id])
+        self.absent.add(extent_id)
+
+    def arrive(self, extent_id: int) -> None:
+        del self.moving[extent_id]
+        self.queue.arrived([extent_id])
+        for block_id in self.blocks_of(extent_id):
+            if block_id:
+                self.enter(block_id, cached=False)
 
     @rule(cached=st.booleans())
     def take_idle(self, cached: bool) -> None:
@@ -306,6 +318,31 @@ def test_blocks_come_from_the_fullest_extent_so_that_the_others_drain() -> None:
     assert {block.block_id // 16 for block in first} == {0}
 
 
+def test_what_is_fullest_changes_as_content_is_freed() -> None:
+    pool = elastic_pool(48, 16, resident=3)
+    blocks = pool.get_new_blocks(47)
+    pool.free_blocks([blocks[20], blocks[40]])  # extents 1 and 2, 15 in use each
+    cached_content(pool, blocks[21:24])  # extent 1 has 12
+    assert pool.get_new_blocks(1) == [blocks[40]]
+    pool.free_blocks([blocks[41]])
+    pool.touch(blocks[21:24])
+    pool.free_blocks([blocks[42]])  # extent 1 has 15 again, extent 2 has 14
+    assert pool.get_new_blocks(1) == [blocks[20]]
+
+
+def test_what_is_fullest_changes_in_debt() -> None:
+    pool = elastic_pool(48, 16, resident=3)
+    blocks = pool.get_new_blocks(47)
+    queue = pool.free_block_queue
+    cached_content(pool, [blocks[20], blocks[40]])  # extents 1 and 2, 15 in use each
+    queue.debt_blocks = 1
+    cached_content(pool, blocks[21:24])  # extent 1 has 12
+    assert pool.get_new_blocks(1) == [blocks[40]]
+    pool.touch(blocks[21:24])
+    cached_content(pool, blocks[40:43])  # extent 1 has 15 again, extent 2 has 13
+    assert pool.get_new_blocks(1) == [blocks[20]]
+
+
 def test_idle_cached_extents_are_picked_from_before_idle_clean_ones() -> None:
     """The clean ones can be given back at no cost."""
     pool = elastic_pool(64, 16, resident=4)
@@ -368,6 +405,9 @@ def test_the_extent_used_least_recently_retires_first() -> None:
 def test_a_block_that_is_not_free_cannot_be_removed() -> None:
     pool = elastic_pool(32, 16, resident=1)
     (block,) = pool.get_new_blocks(1)
+    queue = pool.free_block_queue
+    queue.arrived(queue.take_absent(1))
+    assert queue.take_idle(cached=False) == 1
     for not_free in (block, pool.null_block, pool.blocks[20]):
         with pytest.raises(RuntimeError, match="not free"):
             pool.free_block_queue.remove(not_free)
@@ -393,11 +433,14 @@ def test_reset_succeeds_with_most_extents_absent() -> None:
     assert (queue.num_clean_blocks, queue.num_cached_blocks, queue.num_idle_clean_extents) == (47, 0, 2)
 
 
-def test_reset_fails_while_a_request_runs() -> None:
+def test_reset_fails_while_a_request_runs_and_then_nothing_is_forgotten() -> None:
     pool = elastic_pool(1000, 16, resident=3)
-    pool.get_new_blocks(1)
+    blocks = pool.get_new_blocks(2)
+    cached_content(pool, blocks[1:])
     with pool.free_block_queue.counting_absent():
         assert not pool.reset_prefix_cache()
+    pool.free_block_queue.forget_cache()
+    assert pool.free_block_queue.num_cached_blocks == 1
 
 
 def test_debt_hides_blocks_until_it_is_paid() -> None:

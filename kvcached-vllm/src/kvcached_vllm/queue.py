@@ -284,13 +284,15 @@ class ElasticFreeQueue:
             self._count()
 
     def forget_cache(self) -> None:
-        """The prefix cache has been reset: every cached block is clean."""
+        """The prefix cache has been reset: cached blocks that have lost their content are clean."""
         blocks = self._cached.popleft_n(self.num_cached_blocks)
-        for extent_id, bits in self._by_extent(blocks):
+        emptied = [block for block in blocks if block.block_hash is None]
+        self._cached.append_n([block for block in blocks if block.block_hash is not None])
+        self.num_cached_blocks -= len(emptied)
+        self.num_clean_blocks += len(emptied)
+        for extent_id, bits in self._by_extent(emptied):
             self._clean[extent_id] |= bits
             self._file(extent_id)
-        self.num_clean_blocks += self.num_cached_blocks
-        self.num_cached_blocks = 0
 
     def __repr__(self) -> str:
         return (

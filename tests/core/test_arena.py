@@ -134,6 +134,21 @@ def test_what_cannot_be_unmapped_stays_accounted_and_comes_back_zeroed(driver: F
     arena.close()
 
 
+def test_closing_takes_what_could_not_be_unmapped_before(driver: FakeDriver) -> None:
+    backend = CudaBackend(0, driver=driver)
+    for again in (False, True):
+        arena = Arena(backend, 8 * PAGE_BYTES, PAGE_BYTES)
+        arena.map([range(4)])
+        driver.inject(1, CUresult.CUDA_ERROR_INVALID_VALUE)
+        with pytest.raises(DriverError, match="cuMemUnmap"):
+            arena.unmap([range(4)])
+        driver.inject(None)
+        if again:
+            arena.map([range(2)])
+        arena.close()
+        assert (arena.num_resident_pages, driver.gpus[0].used_bytes) == (0, 0)
+
+
 @pytest.mark.parametrize("guard", [True, False])
 def test_an_arena_that_cannot_be_made_leaves_nothing(driver: FakeDriver, guard: bool) -> None:
     backend = CudaBackend(0, driver=driver)

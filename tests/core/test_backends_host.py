@@ -131,10 +131,12 @@ def test_the_budget_is_the_total_and_what_is_free_is_the_ledgers_to_say() -> Non
 @pytest.mark.parametrize("alignment_bytes", [4096, 64 << 10, 2 * MIB])
 def test_addresses_are_aligned(alignment_bytes: int) -> None:
     backend = HostBackend(MIB)
+    before = num_inaccessible_mappings()
     addresses = [backend.reserve(3 * alignment_bytes, alignment_bytes) for _ in range(8)]
     assert [address % alignment_bytes for address in addresses] == [0] * 8
     for address in addresses:
         backend.release(address, 3 * alignment_bytes)
+    assert num_inaccessible_mappings() == before
 
 
 @pytest.mark.parametrize(("page_bytes", "huge"), [(PAGE_BYTES, False), (6 * MIB, True)])

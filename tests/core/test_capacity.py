@@ -5,6 +5,7 @@ Answers for a pool in this process, from every kind of thread, are checked by `d
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -153,6 +154,14 @@ def test_asking_leaves_the_pools_own_ledger_open(driver: FakeDriver, runtime_dir
     assert [member.name for member in ledger.snapshot().members] == ["neighbour"]
     assert sorted(path.name for path in runtime_dir.iterdir()) == files
     ledger.close()
+
+
+def test_asking_leaves_no_file_open(driver: FakeDriver, runtime_dir: Path) -> None:
+    _, ledger, _ = join(driver, 0, runtime_dir)
+    ledger.close()
+    ask_here(driver, runtime_dir)
+    open_files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert not [path for path in open_files if path.startswith(str(runtime_dir))]
 
 
 def test_a_damaged_ledger_is_an_error_and_no_number(driver: FakeDriver, runtime_dir: Path) -> None:

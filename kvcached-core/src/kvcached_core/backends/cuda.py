@@ -342,11 +342,7 @@ class _Guard:
     def cover(self, address: int) -> None:
         """Stand behind one unmapped page."""
         self._alias(address)
-        try:
-            self._call("cuMemSetAccess", address, self._page_bytes, self._access, 1)
-        except BaseException:
-            self.uncover(address)
-            raise
+        self._call("cuMemSetAccess", address, self._page_bytes, self._access, 1)
 
     def cover_if_possible(self, address: int) -> None:
         """Stand behind a page that was just unmapped. It is unmapped either way, so a failure costs the net only."""

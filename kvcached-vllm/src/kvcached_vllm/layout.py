@@ -66,18 +66,6 @@ def kv_cache_geometry(
     )
 
 
-def bound_tensors(
-    kv_cache_config: KVCacheConfig, layers: Mapping[str, Any]
-) -> dict[str, torch.Tensor | Sequence[torch.Tensor]]:
-    """What each layer with KV cache of its own was bound to: a tensor, or several for linear attention.
-
-    Args:
-        kv_cache_config: Names the layers. Those that share another's KV cache are bound to its tensors.
-        layers: vLLM's static forward context.
-    """
-    return {name: layers[name].kv_cache for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
-
-
 def check_tensors(
     geometry: Geometry, address: int, layers: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 ) -> None:

@@ -1,15 +1,20 @@
-"""The ``kvcached`` command in a process of its own, as an operator runs it."""
+"""The ``kvcached`` command: in a process of its own as an operator runs it, or (ten times faster) in this one."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from kvcached_core.cli import main
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,20 @@ def kvcached(*words: str, runtime_dir: Path, environ: Mapping[str, str] | None =
         check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def kvcached_here(*words: str, runtime_dir: Path, environ: Mapping[str, str] | None = None) -> Done:
+    """The same in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    variables = surroundings(runtime_dir) | dict(environ or {})
+    code: object = None
+    with mock.patch.dict(os.environ, variables, clear=True), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main(words)
+        except SystemExit as end:
+            code = end.code
+    assert isinstance(code, int)
+    return Done(code, out.getvalue(), err.getvalue())
 
 
 def surroundings(runtime_dir: Path) -> dict[str, str]:

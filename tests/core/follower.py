@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 
 from kvcached_core.ledger import Account, Ledger
 
@@ -55,9 +54,7 @@ class Follower:
         assert self.process.stdout.readline() == "ready\n", "the member could not start"
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.communicate(timeout=10)
 

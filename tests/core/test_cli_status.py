@@ -10,7 +10,7 @@ from pathlib import Path
 from kvcached_core.ledger import Ledger
 from kvcached_core.ledger_file import ledger_path
 
-from tests.core.command import kvcached
+from tests.core.command import kvcached, kvcached_here
 from tests.core.follower import GIB, MIB, Follower
 
 GPU_ID = "GPU-3f1c0a7e-1111-2222-3333-444455556666"
@@ -57,7 +57,7 @@ def test_status_in_json_has_the_numbers_of_the_ledger(runtime_dir: Path) -> None
 
 def test_a_small_device_is_shown_in_mib(runtime_dir: Path) -> None:
     with Follower(runtime_dir, cached=150 * MIB):
-        done = kvcached("status", runtime_dir=runtime_dir)
+        done = kvcached_here("status", runtime_dir=runtime_dir)
     assert "host   capacity 2048.0 MiB   headroom 0.0   unleased 1898.0" in done.out
     assert "150.0 MiB" in done.out
 
@@ -75,39 +75,39 @@ def test_a_stopped_member_is_said_to_be_stopped(runtime_dir: Path) -> None:
     with Follower(runtime_dir, cached=150 * MIB) as member:
         member.process.send_signal(signal.SIGSTOP)
         deadline = time.monotonic() + 10
-        while "stopped for" not in (text := kvcached("status", runtime_dir=runtime_dir).out):
+        while "stopped for" not in (text := kvcached_here("status", runtime_dir=runtime_dir).out):
             assert time.monotonic() < deadline, text
     assert re.search(r"qwen3-0.6b .* stopped for \d+ s", text)
 
 
 def test_a_member_that_is_short_says_how_much(runtime_dir: Path) -> None:
     with Follower(runtime_dir, in_use=100 * MIB, wants=30 * MIB):
-        done = kvcached("status", runtime_dir=runtime_dir)
+        done = kvcached_here("status", runtime_dir=runtime_dir)
     assert "serving, short of 30.0" in done.out
 
 
 def test_ranks_of_one_engine_on_one_device_can_be_told_apart(runtime_dir: Path) -> None:
     with Follower(runtime_dir, engine_id="e"), Follower(runtime_dir, engine_id="e", rank=1):
-        done = kvcached("status", runtime_dir=runtime_dir)
+        done = kvcached_here("status", runtime_dir=runtime_dir)
     assert "qwen3-0.6b[0]" in done.out
     assert "qwen3-0.6b[1]" in done.out
 
 
 def test_without_any_ledger_status_says_where_it_looked_and_makes_nothing(runtime_dir: Path) -> None:
     nowhere = runtime_dir / "none"
-    done = kvcached("status", runtime_dir=nowhere)
+    done = kvcached_here("status", runtime_dir=nowhere)
     assert done.code == 0
     assert str(nowhere) in done.out
     assert not nowhere.exists()
-    assert kvcached("status", "--json", runtime_dir=nowhere).document["devices"] == []
+    assert kvcached_here("status", "--json", runtime_dir=nowhere).document["devices"] == []
 
 
 def test_a_damaged_ledger_is_named_and_the_others_are_shown(runtime_dir: Path) -> None:
     damaged = ledger_path(runtime_dir, GPU_ID)
     with Follower(runtime_dir, cached=MIB):
         damaged.write_bytes(b"nonsense")
-        done = kvcached("status", runtime_dir=runtime_dir)
-        answer = kvcached("status", "--json", runtime_dir=runtime_dir)
+        done = kvcached_here("status", runtime_dir=runtime_dir)
+        answer = kvcached_here("status", "--json", runtime_dir=runtime_dir)
     assert done.code == answer.code == 1
     assert "qwen3-0.6b" in done.out
     assert "GPU-3f1c0a7e  " in done.out
@@ -118,8 +118,8 @@ def test_a_damaged_ledger_is_named_and_the_others_are_shown(runtime_dir: Path) -
 
 def test_one_device_can_be_chosen_by_the_beginning_of_its_uuid(runtime_dir: Path) -> None:
     with Follower(runtime_dir, "a"), Follower(runtime_dir, "b", device_id=GPU_ID):
-        chosen = kvcached("status", "--device", "gpu-3f1c", "--json", runtime_dir=runtime_dir)
-        other = kvcached("status", "--device", "GPU-9", runtime_dir=runtime_dir)
+        chosen = kvcached_here("status", "--device", "gpu-3f1c", "--json", runtime_dir=runtime_dir)
+        other = kvcached_here("status", "--device", "GPU-9", runtime_dir=runtime_dir)
     assert [each["device_id"] for each in chosen.document["devices"]] == [GPU_ID]
     assert other.code == 3
     assert GPU_ID in other.err

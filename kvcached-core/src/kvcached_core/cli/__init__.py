@@ -6,7 +6,8 @@ Exit codes: 0 good, 1 a problem was found, 2 usage or settings, 3 could not run.
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -42,12 +43,18 @@ def _options(
     """Elastic KV caches: who holds how much of each device."""
 
 
-def main() -> None:
-    """Run the command line and end the process with its exit code."""
-    as_json = "--json" in sys.argv[1:]
+def main(words: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and end the process with its exit code.
+
+    Args:
+        words: The command line without the program; this process's own when None.
+    """
+    given = list(sys.argv[1:] if words is None else words)
+    as_json = "--json" in given
     try:
-        app()
+        app(given)
     except ConfigError as error:
         fail(str(error), ExitCode.USAGE, as_json=as_json)
     except KvcachedError as error:
         fail(str(error), ExitCode.COULD_NOT_RUN, as_json=as_json)
+    sys.exit(int(ExitCode.GOOD))

@@ -121,7 +121,7 @@ class Result:
 
 
 def limit(
-    name: Annotated[str, typer.Argument(help="The member, as in kvcached status.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The member, as in kvcached status.")],
     floor: Annotated[str | None, typer.Option(metavar="SIZE", help="What it gets back whenever it needs it.")] = None,
     ceiling: Annotated[str | None, typer.Option(metavar="SIZE", help="What it never exceeds.")] = None,
     weight: Annotated[float | None, typer.Option(help="Its share under contention, relative to others'.")] = None,
@@ -156,7 +156,11 @@ def read_wish(floor: str | None, ceiling: str | None, weight: float | None) -> W
     """
     if floor is None and ceiling is None and weight is None:
         raise ConfigError("nothing to change: give --floor, --ceiling or --weight")
-    return Wish(parse_size(floor) if floor else None, parse_size(ceiling) if ceiling else None, weight)
+    return Wish(_read_size(floor), _read_size(ceiling), weight)
+
+
+def _read_size(written: str | None) -> Size | None:
+    return None if written is None else parse_size(written)
 
 
 def put_in_force(ledger: Ledger, name: str, wish: Wish) -> Change:
@@ -171,8 +175,8 @@ def put_in_force(ledger: Ledger, name: str, wish: Wish) -> Change:
     if not ranks:
         raise LedgerError(f"{name} has left {device.device_id}")
     before = Holding.of(ranks)
-    floor_bytes = wish.floor.resolve(device.total_bytes) if wish.floor else None
-    ceiling_bytes = wish.ceiling.resolve(device.total_bytes) if wish.ceiling else None
+    floor_bytes = None if wish.floor is None else wish.floor.resolve(device.total_bytes)
+    ceiling_bytes = None if wish.ceiling is None else wish.ceiling.resolve(device.total_bytes)
     revision = ledger.set_limits(name, floor_bytes=floor_bytes, ceiling_bytes=ceiling_bytes, weight=wish.weight)
     asked = Limits(
         before.limits.floor_bytes if floor_bytes is None else floor_bytes,

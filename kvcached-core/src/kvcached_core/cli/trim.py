@@ -49,7 +49,7 @@ class Trim:
 
 
 def trim(
-    name: Annotated[str, typer.Argument(help="The member, as in kvcached status.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The member, as in kvcached status.")],
     to: Annotated[str | None, typer.Option(metavar="SIZE", help="Resident memory that it keeps.")] = None,
     timeout: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for the member.")] = 10.0,
     device: Device = None,

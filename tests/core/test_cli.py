@@ -1,0 +1,68 @@
+"""The command as a whole: exit codes, JSON everywhere, help."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from kvcached_core import __version__
+
+from tests.core.command import kvcached, kvcached_here
+from tests.core.follower import Follower
+
+COMMANDS = {
+    "doctor": (),
+    "status": (),
+    "top": ("--interval", "0.1"),
+    "limit": ("qwen3-0.6b", "--weight", "1"),
+    "trim": ("qwen3-0.6b",),
+    "config": (),
+    "demo": (),
+}
+
+
+def test_every_command_answers_in_json(runtime_dir: Path) -> None:
+    with Follower(runtime_dir):
+        for command, words in COMMANDS.items():
+            done = kvcached(command, *words, "--json", runtime_dir=runtime_dir)
+            assert done.code == 0, f"{command}: {done.out}{done.err}"
+            assert done.document["schema"] == f"kvcached.{command}/1"
+            assert done.err == ""
+
+
+def test_help_names_every_command(runtime_dir: Path) -> None:
+    done = kvcached_here("--help", runtime_dir=runtime_dir)
+    assert done.code == 0
+    assert all(f" {command} " in done.out for command in COMMANDS)
+
+
+def test_the_version(runtime_dir: Path) -> None:
+    assert kvcached("--version", runtime_dir=runtime_dir).out == f"kvcached {__version__}\n"
+
+
+@pytest.mark.parametrize("words", [("nonsense",), ("status", "--nonsense"), ("limit",), ("top", "--interval", "0")])
+def test_wrong_usage_ends_with_2(runtime_dir: Path, words: tuple[str, ...]) -> None:
+    assert kvcached_here(*words, runtime_dir=runtime_dir).code == 2
+
+
+@pytest.mark.parametrize("command", ["status", "top", "config", "trim"])
+def test_an_unknown_setting_ends_with_2_and_the_nearest_known_one(runtime_dir: Path, command: str) -> None:
+    environ = {"KVCACHED_CELING": "6GiB"}
+    done = kvcached_here(command, *COMMANDS[command], runtime_dir=runtime_dir, environ=environ)
+    assert done.code == 2
+    assert "KVCACHED_CELING is not a setting. Did you mean KVCACHED_CEILING?" in done.err
+    answer = kvcached_here(command, *COMMANDS[command], "--json", runtime_dir=runtime_dir, environ=environ)
+    assert (answer.code, answer.document["exit_code"]) == (2, 2)
+
+
+def test_only_the_live_view_needs_textual_and_only_doctor_tries_nvidia_ml(runtime_dir: Path) -> None:
+    blocked = runtime_dir / "blocked"
+    for package in ("textual", "pynvml", "torch", "cuda"):
+        (blocked / package).mkdir(parents=True)
+        (blocked / package / "__init__.py").write_text(f"raise ImportError('{package} is blocked')\n")
+    environ = {"PYTHONPATH": ":".join([str(blocked), *filter(None, sys.path)])}
+    for command, words in COMMANDS.items():
+        if command not in ("limit", "trim"):
+            done = kvcached(command, *words, "--json", runtime_dir=runtime_dir, environ=environ)
+            assert done.code == 0, f"{command}: {done.out}{done.err}"

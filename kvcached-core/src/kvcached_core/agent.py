@@ -387,6 +387,9 @@ class Agent(threading.Thread):
         return orders
 
     def _target_blocks(self) -> int:
+        """Clean free blocks to have. An idle engine keeps the extent of its null block, which stays anyway."""
+        if not self._engine.busy():
+            return min(self.policy.standing_blocks, max(1, self._blocks.blocks_per_extent - 1))
         return max(self.policy.standing_blocks, self._engine.wanted_blocks())
 
     def _short_blocks(self) -> int:

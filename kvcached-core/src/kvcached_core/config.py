@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +145,18 @@ class Settings(BaseModel):
             return cls.model_validate({name: value for name, value in given.items() if value})
         except ValidationError as error:
             raise ConfigError(_refused(error, known)) from error
+
+
+def with_engine_id(settings: Settings) -> Settings:
+    """The settings with an id for this engine, put into the environment for the processes that it starts.
+
+    Ranks of one engine are one member by it, and an engine's ``/metrics`` shows its own members only.
+    """
+    if settings.engine_id:
+        return settings
+    engine_id = uuid.uuid4().hex[:16]
+    os.environ[variable_of("engine_id")] = engine_id
+    return settings.model_copy(update={"engine_id": engine_id})
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:

@@ -129,7 +129,7 @@ class Reader:
 
     def _of_device(self, device_id: str) -> Iterator[Sample]:
         device = self._snapshot(device_id)
-        own = [member for member in device.members if member.member_id == self._engine_id] if device else []
+        own = [member for member in device.members if self._is_own(member)] if device else []
         if own:
             self._devices.add(device_id)
         if device_id not in self._devices:
@@ -143,6 +143,10 @@ class Reader:
             labels = (device_id, ranks[0].name, ranks[0].engine, ranks[0].model)
             for family in MEMBER_FAMILIES:
                 yield Sample(family, labels, _together(family.figure, ranks))
+
+    def _is_own(self, member: MemberStatistics) -> bool:
+        """A process may hold several engines of one id: each appends a part of its own."""
+        return member.member_id.partition("/")[0] == self._engine_id
 
     def _snapshot(self, device_id: str) -> LedgerStatistics | None:
         known = self._open.get(device_id)

@@ -158,9 +158,14 @@ class Member:
             floor_bytes=self._setting("floor") or 0,
             ceiling_bytes=self._setting("ceiling"),
             weight=self._settings.weight,
-            engine_id=f"{self._vllm_config.instance_id}-{self._vllm_config.parallel_config.data_parallel_rank}",
+            engine_id=self._engine_id(),
             model=model,
         )
+
+    def _engine_id(self) -> str:
+        """One for all ranks; the part before the slash is common to the processes of a server."""
+        parallel = self._vllm_config.parallel_config
+        return f"{self._settings.engine_id}/{self._vllm_config.instance_id}-{parallel.data_parallel_rank}"
 
     def _setting(self, name: str) -> int | None:
         size = getattr(self._settings, name)

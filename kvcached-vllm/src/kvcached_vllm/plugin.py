@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 
-from kvcached_core import logs
-from kvcached_core.config import Settings
+from kvcached_core import logs, metrics
+from kvcached_core.config import Settings, with_engine_id
 from kvcached_core.errors import ConfigError, KvcachedError, UnsupportedError
 from kvcached_core.installation import upstream_package
 
@@ -34,7 +34,10 @@ def platform() -> str | None:
 
 
 def general() -> None:
-    """Entry point of ``vllm.general_plugins``: in every process, make sure that what was asked for is active."""
+    """Entry point of ``vllm.general_plugins``: in every process, make sure that what was asked for is active.
+
+    One of them serves ``/metrics``, so each registers ours; elsewhere nobody looks at them.
+    """
     settings = _settings()
     if not settings.enabled:
         return
@@ -42,7 +45,9 @@ def general() -> None:
 
     from kvcached_vllm.platform import ElasticPlatform
 
-    if not isinstance(current_platform, ElasticPlatform):
+    if isinstance(current_platform, ElasticPlatform):
+        metrics.register(with_engine_id(settings))
+    else:
         inactive(
             settings,
             f"vLLM chose {type(current_platform).__qualname__} instead of kvcached's platform. See the lines above; "

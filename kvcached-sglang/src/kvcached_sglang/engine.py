@@ -1,0 +1,187 @@
+"""The elastic KV cache of one scheduler process, from the first pool that is built to the tick before every batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvcached_core.config import Settings
+from kvcached_core.errors import InvariantError
+from kvcached_core.logs import active_line
+
+from kvcached_sglang.agreement import Agreement
+from kvcached_sglang.allocator import ElasticSWAAllocator, elastic_like, has_elastic_kind
+from kvcached_sglang.cache import TreeCache
+from kvcached_sglang.demand import DemandReader
+from kvcached_sglang.member import Member
+from kvcached_sglang.pools import ElasticPool, create_elastic_buffers
+from kvcached_sglang.space import Space
+from kvcached_sglang.tick import Ticker
+from kvcached_sglang.trimming import CachePolicy
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """One rank's elastic pools, allocators and decisions.
+
+    Attributes:
+        spaces: By name: ``full``, and ``swa`` where the model has sliding-window attention.
+        ticker: Decides; None until the first tick.
+    """
+
+    def __init__(self, settings: Settings, member: Member, version: str) -> None:
+        self.spaces: dict[str, Space] = {}
+        self.ticker: Ticker | None = None
+        self._settings = settings
+        self._member = member
+        self._version = version
+        self._pools: dict[int, ElasticPool] = {}
+        self._demand: DemandReader | None = None
+        self._streams: tuple[int, ...] = ()
+
+    # Pools
+
+    def create_buffers(self, original: Callable[[Any], None], pool: Any, buffer_lists: Sequence[str]) -> None:
+        """Put a pool of SGLang over an arena. Nothing is mapped until it has ids."""
+        page_bytes: int | None = None
+        if self._pools:
+            page_bytes = next(iter(self._pools.values())).arena.page_bytes
+        elif self._settings.page_size is not None:
+            page_bytes = self._settings.page_size.resolve(self._member.limits.total_bytes)
+        cuts = {space.geometry.num_blocks: space.blocks_per_extent for space in self.spaces.values()}
+        self._pools[id(pool)] = create_elastic_buffers(
+            original,
+            pool,
+            buffer_lists,
+            self._member.backend,
+            page_bytes=page_bytes,
+            guard=self._settings.guard,
+            blocks_per_extent=cuts,
+        )
+
+    # Allocators
+
+    def build(self, native: Any, kv_pool: Any, window_tokens: int | None) -> Any:
+        """The elastic allocator in a native one's place, over the pools that were made elastic.
+
+        Returns: The native one where the pools or the allocator are of a kind that stays native; what is elastic of
+            them is then mapped for good.
+        """
+        parts = self._parts(kv_pool)
+        if not parts:
+            log.error("%s keeps its KV memory natively: none of it is elastic", type(kv_pool).__name__)
+            return native
+        if self.spaces or not has_elastic_kind(native) or (len(parts) == 2) != hasattr(native, "swa_attn_allocator"):
+            log.error("%s is native: the KV cache under it is mapped for good", type(native).__name__)
+            self._map_for_good(list(parts.values()))
+            return native
+        for name, pool in parts.items():
+            self._add_space(name, pool, window_tokens if name == "swa" else None)
+        log.info(self._active_line(kv_pool))
+        if len(parts) == 1:
+            return elastic_like(native, self.spaces["full"])
+        return ElasticSWAAllocator(
+            self.spaces["full"],
+            self.spaces["swa"],
+            native.size_full,
+            native.size_swa,
+            native.page_size,
+            native.dtype,
+            native.device,
+            native.get_kvcache(),
+            native.need_sort,
+        )
+
+    def attach(self, kv_pool: Any) -> None:
+        """Let a draft model's pools, which have the target's ids, come and go with it."""
+        for name, pool in self._parts(kv_pool).items():
+            space = self.spaces[name if name in self.spaces else "full"]
+            if pool.geometry.num_blocks == space.geometry.num_blocks:
+                self._member.pin(space.back(pool))
+                log.info("a draft model's KV pool follows the target's: %d layers", pool.num_layers)
+            else:
+                self._map_for_good([pool])
+
+    def _parts(self, kv_pool: Any) -> dict[str, ElasticPool]:
+        """The elastic pools of one of SGLang's, by the name of their ids; none if any of it is native."""
+        if hasattr(kv_pool, "swa_kv_pool"):
+            named = {"full": kv_pool.full_kv_pool, "swa": kv_pool.swa_kv_pool}
+        else:
+            named = {"full": getattr(kv_pool, "full_kv_pool", kv_pool)}
+        found = {name: self._pools.get(id(pool)) for name, pool in named.items()}
+        return {name: pool for name, pool in found.items() if pool is not None} if all(found.values()) else {}
+
+    def _add_space(self, name: str, pool: ElasticPool, window_tokens: int | None) -> None:
+        space = Space(name, pool.geometry, pool.tokens_per_block, self._member.layout, window_tokens=window_tokens)
+        self._member.pin(space.back(pool))
+        space.pinned_resident()
+        self.spaces[name] = space
+
+    def _map_for_good(self, pools: Sequence[ElasticPool]) -> None:
+        self._member.pin([self._member.layout.add(pool) for pool in pools])
+
+    def _active_line(self, kv_pool: Any) -> str:
+        limits = self._member.limits
+        pool = self._member.layout.pools[0]
+        return active_line(
+            engine="SGLang",
+            engine_version=self._version,
+            member=self._member.account.name,
+            device_id=self._member.backend.device_id,
+            virtual_bytes=sum(pool.geometry.size_bytes for pool in self._member.layout.pools),
+            floor_bytes=limits.floor_bytes,
+            ceiling_bytes=limits.ceiling_bytes,
+            layout=f"layer-major ({type(kv_pool).__name__}, {pool.num_layers} layers)",
+            page_bytes=pool.arena.page_bytes,
+        )
+
+    # Ticks
+
+    def tick(self, scheduler: Any, running_batch: Any, last_batch: Any) -> None:
+        """Before every batch."""
+        if self.ticker is None:
+            self._begin(scheduler)
+        assert self.ticker is not None
+        assert self._demand is not None
+        self.ticker.tick(self._demand.read(running_batch, last_batch), self._streams)
+
+    def _begin(self, scheduler: Any) -> None:
+        """The first tick: warm-up is over, the scheduler is complete."""
+        args = scheduler.server_args
+        self._streams = _handles(scheduler.device, scheduler.forward_stream, scheduler.schedule_stream)
+        agreement = Agreement(scheduler.attn_tp_cpu_group if args.enable_dp_attention else scheduler.tp_cpu_group)
+        self._agree_on_layout(agreement)
+        total = self._member.limits.total_bytes
+        ceiling = self._settings.cache_ceiling
+        self._demand = DemandReader(scheduler)
+        self.ticker = Ticker(
+            list(self.spaces.values()),
+            self._member.mapper,
+            agreement,
+            TreeCache(scheduler.tree_cache, is_split=scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm),
+            CachePolicy(
+                floor_bytes=self._settings.cache_floor.resolve(total),
+                ceiling_bytes=ceiling.resolve(total) if ceiling is not None else None,
+            ),
+            extent_bytes=self._member.extent_bytes,
+        )
+        if args.sleep_on_idle:
+            log.warning("--sleep-on-idle: an idle engine looks up once a second, so memory comes back that much later")
+        self._member.start()
+        self._member.mapper.send(self._member.arenas.seal_guards)
+
+    def _agree_on_layout(self, agreement: Agreement) -> None:
+        """Ranks that cut their ids differently could not take the same decisions."""
+        own = [n for space in self.spaces.values() for n in (space.geometry.num_blocks, space.blocks_per_extent)]
+        least = agreement.least([*own, *(-n for n in own)])
+        if least[: len(own)] != [-n for n in least[len(own) :]]:
+            raise InvariantError(f"ranks of one engine cut their KV cache differently; here into {own}")
+
+
+def _handles(device: str, *streams: Any) -> tuple[int, ...]:
+    """The streams that touch the KV cache, and the default one, as the driver knows them; none on a CPU."""
+    if device == "cpu":
+        return ()
+    return (0, *(stream.cuda_stream for stream in streams if stream is not None))

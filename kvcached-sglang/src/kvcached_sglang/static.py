@@ -1,0 +1,66 @@
+"""What this engine takes of its device beside the KV cache: weights, activations, graphs.
+
+They are admission too. Otherwise this engine would die while it loads because a neighbour's cache took the rest, or
+in a long prefill because a neighbour's cache took what its activations need. What is held is the engine's own
+estimate: the weights, and the part of the device that ``--mem-fraction-static`` leaves out for activations and
+graphs.
+
+A host budget is for KV caches alone: there is nothing to hold of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvcached_core.sizes import format_bytes
+
+from kvcached_sglang.member import Member
+
+log = logging.getLogger(__name__)
+
+LOADING_DEADLINE_SECONDS = 120.0
+"""How long an engine that is loading waits for its neighbours to trim."""
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+
+class StaticLease:
+    """One rank's static lease.
+
+    Args:
+        member: Of the device's ledger.
+        used_bytes: What this process holds of the device beside KV; None where that is not accounted.
+        fraction: ``--mem-fraction-static``.
+    """
+
+    def __init__(self, member: Member, used_bytes: Callable[[], int] | None, fraction: float) -> None:
+        self._member = member
+        self._used_bytes = used_bytes
+        self._slack_bytes = int(member.limits.total_bytes * (1 - fraction))
+
+    def take(self, weights_bytes: int = 0) -> None:
+        """Hold what is used now, so much more for weights to come, and what running them takes; wait for room for it.
+
+        Raises:
+            LedgerError: There is none, within `LOADING_DEADLINE_SECONDS`; with the figures.
+        """
+        if self._used_bytes is None:
+            return
+        account, used = self._member.account, self._used_bytes()
+        wanted = used + weights_bytes + self._slack_bytes
+        device = self._member.backend.device_id
+        log.info("asking for %s of %s for weights, activations and graphs", format_bytes(wanted), device)
+        account.static_lease(wanted, deadline_seconds=LOADING_DEADLINE_SECONDS)
+        account.static_used(used)
+
+
+def checkpoint_bytes(server_args: Any) -> int:
+    """Bytes of the checkpoint's files that one rank loads; 0 where they are not on this machine."""
+    path = Path(os.path.expanduser(server_args.model_path))
+    if not path.is_dir() or server_args.load_format == "dummy":
+        return 0
+    files = (file for pattern in WEIGHT_FILES for file in path.glob(pattern))
+    return sum(file.stat().st_size for file in files) // server_args.tp_size

@@ -1,0 +1,336 @@
+"""What happens before every batch: extents join the free lists, growth is ordered, and what is owed or idle leaves.
+
+All ranks of a tensor-parallel group take the same decisions, since each follows from numbers that are the same on all
+of them: free pages, requests, the count of ticks, and what was agreed last. What is a rank's own (its ledger, how far
+its orders have got) goes through the agreement first. With one rank that costs nothing and happens whenever there are
+news; with several it happens every `AGREEMENT_TICKS` ticks, and at once where the scheduler runs short and growing
+may help.
+
+Policy:
+
+1. Keep free what the next step can take at most, and some steps ahead (`demand.py`); grow in large steps.
+2. Beyond that, let admission count on what the ledger would grant (``credit_tokens``), only while what is resident
+   covers the next step: the engine admits as with a large pool, and no allocation depends on memory that may not
+   come.
+3. Give back what is owed: free extents, then cached ones through the tree's own eviction, down to the cache floor.
+   Where it must be (a lowered ceiling, a neighbour's floor), put the spaces into debt: the engine retracts by its own
+   rules.
+4. After a quiet moment, give back free extents that nothing needs. Cached content stays unless it exceeds its
+   ceiling.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcached_core.orders import Ack, Report
+
+from kvcached_sglang.agreement import NO_LIMIT, Agreed, Agreement
+from kvcached_sglang.demand import IDLE, Demand
+from kvcached_sglang.growth import Grower
+from kvcached_sglang.mapper import Allowance, Order
+from kvcached_sglang.space import Outcome, Space
+from kvcached_sglang.trimming import Cache, CachePolicy, Trimmer
+
+log = logging.getLogger(__name__)
+
+AGREEMENT_TICKS = 16
+"""Ticks between the agreements of several ranks while nothing is short."""
+WAIT_SECONDS = 0.005
+"""How long a tick waits for growth on its way when the next step would be short."""
+NEIGHBOUR_SECONDS = 0.1
+"""How long it waits for a neighbour to trim before running requests are retracted: prefilling one anew costs more."""
+LAST_RESORT_SECONDS = 10.0
+"""How long where SGLang would end a request, or itself: a single request left, or a prompt that is half prefilled."""
+REPORT_SECONDS = 0.1
+
+
+class Hands(Protocol):
+    """What carries orders out (`mapper.Mapper`)."""
+
+    @property
+    def has_news(self) -> bool: ...
+    def send(self, order: Order) -> None: ...
+    def take(self) -> list[Ack | Allowance]: ...
+    def wait(self, seconds: float) -> bool: ...
+    def note_step(self, step: int, streams: Sequence[int]) -> None: ...
+
+
+@dataclass
+class Statistics:
+    """What the tick has done since the start, on this rank."""
+
+    agreements: int = 0
+    waits: int = 0
+    waited_seconds: float = 0.0
+    mapped_extents: int = 0
+    failed_orders: int = 0
+    retired_extents: int = 0
+    evicted_tokens: int = 0
+
+
+class Ticker:
+    """Decides for one rank, in step with the others of its group.
+
+    Args:
+        spaces: The id spaces of the model.
+        hands: Carry the orders out.
+        agreement: Over the group that schedules the same batches.
+        cache: The prefix cache.
+        policy: What of it is kept.
+        extent_bytes: What the rank counts an extent as, in reports.
+        now: A monotonic clock, the same for all processes of a host.
+    """
+
+    def __init__(
+        self,
+        spaces: Sequence[Space],
+        hands: Hands,
+        agreement: Agreement,
+        cache: Cache,
+        policy: CachePolicy,
+        *,
+        extent_bytes: int,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spaces = list(spaces)
+        self._hands = hands
+        self._agreement = agreement
+        self._cache = cache
+        self._extent_bytes = extent_bytes
+        self._now = now
+        self._grower = Grower(self._spaces, hands.send, self._next_seq)
+        self._trimmer = Trimmer(self._spaces, cache, policy, hands.send, self._next_seq)
+        self._seq = 0
+        self._step = 0
+        self._agreed = Agreed()
+        self._agreed_step = 0
+        self._allowance = Allowance(0, 0, NO_LIMIT, must=False)
+        self._demand = IDLE
+        self._stalled = False
+        self._short_at_ms = 0
+        self._debt_bytes = 0
+        self._report: Report | None = None
+        self._reported_at = 0.0
+        self._waits = 0
+        self._waited_seconds = 0.0
+        for space in self._spaces:
+            space.supply = self._supply
+
+    def tick(self, demand: Demand, streams: Sequence[int] = ()) -> None:
+        """Before a batch is chosen. Everything launched so far is on these streams."""
+        self._step += 1
+        self._demand = demand
+        self._hands.note_step(self._step, streams)
+        if self._due():
+            self._agree()
+            self._grow()
+            self._await_step()
+            self._trim()
+        self._set_credit()
+
+    @property
+    def growable_bytes(self) -> int:
+        """How much more the ledgers would have granted at the last agreement, less what is on its way."""
+        return max(0, self._agreed.growable_bytes - self._grower.under_way_bytes)
+
+    @property
+    def ceiling_tokens(self) -> int:
+        """Tokens that all requests together may take at most, agreed; the virtual capacity while nothing limits
+        them."""
+        bytes_per_token = sum(space.extent_bytes / space.extent_tokens for space in self._spaces)
+        limited = int(self._agreed.ceiling_bytes / bytes_per_token)
+        return min(limited, *(space.num_usable_tokens for space in self._spaces))
+
+    @property
+    def statistics(self) -> Statistics:
+        """What has been done since the start."""
+        return Statistics(
+            agreements=self._agreement.count,
+            waits=self._waits,
+            waited_seconds=self._waited_seconds,
+            mapped_extents=self._grower.mapped_extents,
+            failed_orders=self._grower.failed_orders,
+            retired_extents=self._trimmer.retired_extents,
+            evicted_tokens=self._trimmer.evicted_tokens,
+        )
+
+    # When to agree: from numbers that are the same on every rank, or alone
+
+    def _due(self) -> bool:
+        if self._step - self._agreed_step >= AGREEMENT_TICKS:
+            return True
+        if self._agreement.alone and self._hands.has_news:
+            return True
+        return not self._stalled and self._is_short(Space.ahead_tokens)
+
+    def _is_short(self, needs: Callable[[Space, Demand], int]) -> bool:
+        return any(space.free_tokens < needs(space, self._demand) for space in self._spaces)
+
+    # Agreeing
+
+    def _agree(self) -> None:
+        for message in self._hands.take():
+            self._hear(message)
+        allowance = self._allowance
+        own = [
+            int(self._now() * 1000),
+            allowance.growable_bytes,
+            -allowance.owed_bytes,
+            -int(allowance.must),
+            allowance.ceiling_bytes,
+        ]
+        for space in self._spaces:
+            own.append(int(space.growth.outcome if space.growth else Outcome.DONE))
+            own.append(self._trimmer.answered(space))
+        now_ms, growable, owed, must, ceiling, *rest = self._agreement.least(own)
+        self._agreed = Agreed(now_ms, growable, -owed, bool(must), ceiling)
+        self._agreed_step = self._step
+        for space, outcome, num_departed in zip(self._spaces, rest[::2], rest[1::2], strict=True):
+            self._grower.settle(space, Outcome(outcome), self._agreed)
+            self._trimmer.settle(space, num_departed)
+        self._tell()
+
+    def _hear(self, message: Ack | Allowance) -> None:
+        if isinstance(message, Allowance):
+            self._allowance = message
+        elif not self._grower.hear(message):
+            self._trimmer.hear(message)
+
+    # Growing
+
+    def _grow(self) -> None:
+        """Order what is short: first what the next step needs, then, while it computes, what is kept ahead."""
+        for space in self._spaces:
+            step, ahead = space.step_tokens(self._demand), space.ahead_tokens(self._demand)
+            if space.free_tokens < step:
+                self._grower.order(space, step, self.growable_bytes, self._agreed)
+            elif space.free_tokens < ahead:
+                larger = space.extents.num_resident // 8 * space.extent_tokens if self._demand.running else 0
+                self._grower.order(space, max(ahead, space.free_tokens + larger), self.growable_bytes, self._agreed)
+        if self._is_short(Space.ahead_tokens):
+            self._short_at_ms = self._agreed.now_ms
+        self._stalled = not self._grower.under_way
+
+    def _await_step(self) -> None:
+        """If the next step would be short, wait for what is on its way, and for neighbours where requests would
+        suffer."""
+        if not self._is_short(Space.step_tokens):
+            return
+        began_ms, began = self._agreed.now_ms, self._now()
+        while self._is_short(Space.step_tokens) and self._agreed.now_ms - began_ms < self._patience() * 1000:
+            self._hands.wait(WAIT_SECONDS)
+            self._agree()
+            self._grow()
+        self._waits += 1
+        self._waited_seconds += self._now() - began
+
+    def _patience(self) -> float:
+        """How long the next step may be held up."""
+        if not self._may_still_grow():
+            return 0.0
+        if self._cache_covers(self._demand.pledged + self._demand.decode):
+            return WAIT_SECONDS if self._grower.under_way else 0.0
+        return LAST_RESORT_SECONDS if self._demand.pledged or self._demand.running == 1 else NEIGHBOUR_SECONDS
+
+    def _may_still_grow(self) -> bool:
+        held = sum(space.held_bytes for space in self._spaces)
+        smallest = min(space.extent_bytes for space in self._spaces)
+        return held + smallest <= self._agreed.ceiling_bytes and any(space.extents.num_absent for space in self._spaces)
+
+    def _cache_covers(self, num_tokens: int) -> bool:
+        """Whether evicting cached content would free so much, which SGLang does by itself."""
+        return all(
+            space.free_tokens + self._cache.evictable(space) >= min(num_tokens, space.num_usable_tokens)
+            for space in self._spaces
+        )
+
+    def _supply(self, space: Space, num_blocks: int) -> None:
+        """An allocation is about to find too few pages, which the bound on a step should have prevented: do what can
+        be done.
+
+        Every rank is in the same allocation, so they may agree here.
+        """
+        wanted = num_blocks * space.tokens_per_block
+        began_ms, tried = self._agreed.now_ms, False
+        while space.free_tokens < wanted and (not tried or self._agreed.now_ms - began_ms < LAST_RESORT_SECONDS * 1000):
+            if tried:
+                self._hands.wait(WAIT_SECONDS)
+            self._agree()
+            tried = True
+            ordered = self._grower.order(space, wanted, self.growable_bytes, self._agreed)
+            if not ordered and not self._grower.under_way and not self._may_still_grow():
+                break
+
+    # Giving back
+
+    def _trim(self) -> None:
+        owed = self._trimmer.trim(self._agreed, self._demand, self._short_at_ms, self._step)
+        self._debt_bytes = owed if self._agreed.must else 0
+
+    # What available_size adds to what is free
+
+    def _set_credit(self) -> None:
+        covered = not self._is_short(Space.step_tokens)
+        growable = self.growable_bytes // len(self._spaces) if covered else 0
+        for space in self._spaces:
+            extents = min(space.extents.room, growable // space.extent_bytes)
+            space.credit_tokens = extents * space.extent_tokens
+            if self._debt_bytes:
+                space.credit_tokens = -int(
+                    self._debt_bytes / len(self._spaces) / space.extent_bytes * space.extent_tokens
+                )
+            elif self._demand.head_prompt and not self._demand.running:
+                space.credit_tokens = max(space.credit_tokens, self._credit_for_first(space))
+
+    def _credit_for_first(self, space: Space) -> int:
+        """Nothing runs: let the first request in if its prompt finds room, whatever it may generate.
+
+        What it may generate could exceed a ceiling that was set after SGLang clipped it to the virtual capacity; it
+        would wait for ever. This lets in that request only.
+        """
+        attainable = space.free_tokens + self._cache.evictable(space)
+        if attainable < self._demand.head_prompt:
+            return 0
+        return max(0, self._demand.head_total + 1 - attainable)
+
+    # Saying
+
+    def _tell(self) -> None:
+        """Put into the ledger what this engine would use. Unmet demand at once, everything else now and then."""
+        report = self._make_report()
+        urgent = self._report is None or (report.unmet_extents > 0) != (self._report.unmet_extents > 0)
+        if report == self._report or not (urgent or self._now() - self._reported_at >= REPORT_SECONDS):
+            return
+        self._report, self._reported_at = report, self._now()
+        self._hands.send(report)
+
+    def _make_report(self) -> Report:
+        busy = self._demand.busy
+        used = cached = free = unmet = ahead = 0.0
+        for space in self._spaces:
+            bytes_per_token = space.extent_bytes / space.extent_tokens
+            evictable = self._cache.evictable(space)
+            resident = space.num_resident_blocks * space.tokens_per_block
+            wanted = space.ahead_tokens(self._demand)
+            free += space.free_tokens * bytes_per_token
+            cached += evictable * bytes_per_token
+            used += (resident - space.free_tokens - evictable) * bytes_per_token
+            ahead += wanted * bytes_per_token
+            unmet += max(0, wanted - space.free_tokens) * bytes_per_token
+        demand = used + (ahead + cached if busy else 0)
+        return Report(
+            demand_extents=-int(-demand // self._extent_bytes),
+            unmet_extents=-int(-max(0.0, unmet - self.growable_bytes) // self._extent_bytes),
+            free_extents=int(free // self._extent_bytes),
+            cached_extents=int(cached // self._extent_bytes),
+            busy=busy,
+        )
+
+    def _next_seq(self) -> int:
+        self._seq += 1
+        return self._seq

@@ -1,0 +1,194 @@
+"""Giving back: what the ledger wants, and what nobody needs. Busy or idle, at the tick.
+
+An extent leaves only whole and with every page free, and its memory only behind a fence: SGLang frees pages that a
+forward pass in flight may still write, which stream order makes harmless for SGLang, but unmapping has no stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcached_core.orders import Ack, Retire
+
+from kvcached_sglang.agreement import Agreed
+from kvcached_sglang.demand import Demand
+from kvcached_sglang.mapper import Order
+from kvcached_sglang.space import Departure, Space
+
+QUIET_MS = 300
+"""No shortage for this long: surplus may go."""
+OWED_PAUSE_MS = 20
+SURPLUS_PAUSE_MS = 500
+"""After a look for extents to trim that found none. Looking waits for the device."""
+MAX_EXTENTS_PER_ORDER = 64
+
+
+class Cache(Protocol):
+    """The prefix cache, in tokens of one space (`cache.TreeCache`)."""
+
+    def evictable(self, space: Space) -> int:
+        """Tokens cached that no running request uses."""
+
+    def evict(self, space: Space, num_tokens: int) -> int:
+        """Evict the least recently used; returns tokens evicted."""
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """Bounds on cached content, in bytes of all pools.
+
+    Attributes:
+        floor_bytes: Stays when neighbours need memory.
+        ceiling_bytes: Stays when nobody does; None: all.
+    """
+
+    floor_bytes: int = 0
+    ceiling_bytes: int | None = None
+
+
+class Trimmer:
+    """Chooses extents to give back, for one rank, from agreed numbers.
+
+    Args:
+        spaces: The id spaces of the model.
+        cache: The prefix cache.
+        policy: What of it is kept.
+        give: Hands an order to the rank.
+        next_seq: A sequence number for an order.
+    """
+
+    def __init__(
+        self,
+        spaces: Sequence[Space],
+        cache: Cache,
+        policy: CachePolicy,
+        give: Callable[[Order], None],
+        next_seq: Callable[[], int],
+    ) -> None:
+        self.retired_extents = 0
+        self.evicted_tokens = 0
+        self._spaces = spaces
+        self._cache = cache
+        self._policy = policy
+        self._give = give
+        self._next_seq = next_seq
+        self._owed_paused_until_ms = 0
+        self._surplus_paused_until_ms = 0
+
+    def trim(self, agreed: Agreed, demand: Demand, short_at_ms: int, step: int) -> int:
+        """Give back what is owed and, after a quiet moment, what is surplus.
+
+        Args:
+            short_at_ms: When something was short last.
+            step: The last that was launched.
+
+        Returns:
+            Bytes still owed, of which nothing is free or may be evicted.
+        """
+        owed = agreed.owed_bytes - sum(space.retiring_bytes for space in self._spaces)
+        for space in self._spaces:
+            owed -= self._give_owed(space, owed, agreed, demand, step)
+        if agreed.now_ms >= max(short_at_ms + QUIET_MS, self._surplus_paused_until_ms):
+            given = sum(self._give_surplus(space, demand, step) for space in self._spaces)
+            self._surplus_paused_until_ms = agreed.now_ms + (0 if given else SURPLUS_PAUSE_MS)
+        return max(0, owed)
+
+    def hear(self, ack: Ack) -> bool:
+        """Note an answer.
+
+        Returns:
+            Whether it was one to an order of ours.
+        """
+        for space in self._spaces:
+            for departure in space.departures:
+                if departure.seq == ack.seq:
+                    departure.answered = True
+                    return True
+        return False
+
+    @staticmethod
+    def answered(space: Space) -> int:
+        """How many of a space's departures are answered here, up to the first that is not."""
+        count = 0
+        for departure in space.departures:
+            if not departure.answered:
+                break
+            count += 1
+        return count
+
+    @staticmethod
+    def settle(space: Space, num_departed: int) -> None:
+        """So many departures are answered everywhere: their extents may be taken anew."""
+        for _ in range(num_departed):
+            space.extents.departed(space.departures.popleft().extent_ids)
+
+    def _give_owed(self, space: Space, owed_bytes: int, agreed: Agreed, demand: Demand, step: int) -> int:
+        num_owed = -(-owed_bytes // space.extent_bytes)
+        if num_owed <= 0 or agreed.now_ms < self._owed_paused_until_ms:
+            return 0
+        space.free_list.concentrate()
+        idle = self._idle(space, keep_tokens=demand.pledged)
+        # A prompt that is half prefilled was promised what is cached, too.
+        if len(idle) < num_owed and not demand.pledged:
+            idle = self._evict_for(space, num_owed, idle)
+        leaving = idle[: min(num_owed, MAX_EXTENTS_PER_ORDER)]
+        self._retire(space, leaving, step)
+        if not leaving:
+            self._owed_paused_until_ms = agreed.now_ms + OWED_PAUSE_MS
+        return len(leaving) * space.extent_bytes
+
+    def _evict_for(self, space: Space, num_owed: int, idle: list[int]) -> list[int]:
+        """Evict cached content until enough extents are idle, or the cache is at its floor."""
+        floor = self._tokens(self._policy.floor_bytes, space)
+        while len(idle) < num_owed:
+            tokens = min((num_owed - len(idle)) * space.extent_tokens, self._cache.evictable(space) - floor)
+            evicted = self._cache.evict(space, tokens) if tokens > 0 else 0
+            if evicted <= 0:
+                break
+            self.evicted_tokens += evicted
+            idle = self._idle(space, keep_tokens=0)
+        return idle
+
+    def _give_surplus(self, space: Space, demand: Demand, step: int) -> int:
+        if self._policy.ceiling_bytes is not None:
+            over = self._cache.evictable(space) - self._tokens(self._policy.ceiling_bytes, space)
+            if over > 0:
+                self.evicted_tokens += self._cache.evict(space, over)
+        # One extent more than what is kept ahead stays while the engine is busy: growing back at once would cost more
+        # than it saves.
+        keep = space.ahead_tokens(demand) + (space.extent_tokens if demand.busy else 0)
+        spare = (space.free_tokens - keep) // space.extent_tokens
+        if spare <= 0:
+            return 0
+        space.free_list.concentrate()
+        leaving = self._idle(space, keep_tokens=keep)[: min(spare, MAX_EXTENTS_PER_ORDER)]
+        self._retire(space, leaving, step)
+        return len(leaving)
+
+    def _idle(self, space: Space, *, keep_tokens: int) -> list[int]:
+        """Resident extents all of whose pages are free, highest first, as far as so much stays free. Waits for the
+        device."""
+        most = max(0, (space.free_tokens - keep_tokens) // space.extent_tokens)
+        free_per_extent = space.free_list.free_per_extent()
+        idle = [
+            extent
+            for extent in range(len(free_per_extent) - 1, -1, -1)
+            if free_per_extent[extent] == len(space.geometry.blocks_of(extent))
+        ]
+        return idle[:most]
+
+    def _retire(self, space: Space, extent_ids: list[int], step: int) -> None:
+        if not extent_ids:
+            return
+        space.free_list.remove(extent_ids)
+        space.leave(extent_ids)
+        departure = Departure(self._next_seq(), extent_ids)
+        space.departures.append(departure)
+        self.retired_extents += len(extent_ids)
+        self._give(Retire(departure.seq, space.orders(extent_ids), after_step=step))
+
+    def _tokens(self, num_bytes: int, space: Space) -> int:
+        """Tokens of this space that so many bytes of cached content are, were all spaces cached alike."""
+        return int(num_bytes * space.extent_tokens / (space.extent_bytes * len(self._spaces)))

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from kvcached_core.arena import Arena
 from kvcached_core.backends.cuda import CudaBackend, current_device_id
 from kvcached_core.backends.driver import load_driver
+from kvcached_core.capacity import current_device_capacity
 from kvcached_core.errors import DeviceMemoryError
 
 from tests import device_correctness
@@ -77,6 +79,16 @@ def name_devices() -> None:
     print("contexts", sum(driver.cuDevicePrimaryCtxGetState(device)[2] for device in range(count)))
     for ordinal in range(count):
         print(CudaBackend(ordinal).device_id)
+
+
+def ask_capacity(runtime_dir: str) -> None:
+    """What may be taken of the current device before anything exists, and what exists afterwards."""
+    driver: Any = load_driver()
+    whole = current_device_capacity(runtime_dir=Path(runtime_dir))
+    limited = current_device_capacity(runtime_dir=Path(runtime_dir), ceiling_bytes=5 * MIB)
+    print(whole.device_id, whole.may_take_bytes > whole.total_bytes / 2, limited.may_take_bytes // MIB)
+    count = driver.cuDeviceGetCount()[1]
+    print("contexts", sum(driver.cuDevicePrimaryCtxGetState(device)[2] for device in range(count)))
 
 
 # --- stray accesses ---

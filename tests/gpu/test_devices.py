@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from kvcached_core.backends.cuda import CudaBackend
 from kvcached_core.devices import inventory
@@ -31,6 +33,14 @@ def test_asking_for_the_current_device_creates_no_context(run_program: RunProgra
 def test_a_device_chosen_by_uuid_keeps_its_name(run_program: RunProgram, device_ids: list[str]) -> None:
     done = run_program("name_devices", CUDA_VISIBLE_DEVICES=device_ids[-1])
     assert done.stdout.splitlines() == [device_ids[-1], "contexts 0", device_ids[-1]], done.stderr
+
+
+def test_asking_for_capacity_creates_neither_a_context_nor_a_file(
+    run_program: RunProgram, device_ids: list[str], tmp_path: Path
+) -> None:
+    done = run_program("ask_capacity", tmp_path / "nowhere")
+    assert done.stdout.splitlines() == [f"{device_ids[0]} True 5", "contexts 0"], done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.dual_gpu

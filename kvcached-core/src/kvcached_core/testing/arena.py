@@ -92,8 +92,9 @@ def read_through_tensor(arena: Arena, offset_bytes: int) -> int:
 
 
 def write_through_tensor(arena: Arena, offset_bytes: int, value: int) -> None:
-    """Put a byte at an offset."""
-    arena.tensor(offset_bytes, 1).fill_(value)
+    """Put a byte (0 to 127) at an offset; it is there when this returns: what unmaps next waits for no kernel."""
+    if int(arena.tensor(offset_bytes, 1).fill_(value).item()) != value:
+        raise AssertionError(f"what was written at {offset_bytes} does not stay there")
 
 
 def check_arena(
@@ -111,7 +112,7 @@ def check_arena(
         page_bytes: Size of a page; None: the backend's granularity.
         guard: As for `Arena`.
         read: The byte (0 to 255) at an offset of a resident page.
-        write: Puts a byte (0 to 127) there.
+        write: Puts a byte (0 to 127) there, and waits until it is.
     """
     for check in _CHECKS:
         backend = FailingBackend(make_backend())

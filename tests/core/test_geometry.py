@@ -193,11 +193,11 @@ def test_a_stripe_that_ends_behind_the_arena_is_refused() -> None:
 @pytest.mark.parametrize(
     ("shape", "page_bytes", "blocks_per_extent"),
     [
-        pytest.param(block_major(2 * MIB, 70_000), 32 * MIB, 16, id="Llama-8B: 16 blocks are a page"),
-        pytest.param(block_major(192 * KIB, 700_000), 30 * MIB, 160, id="Qwen2.5-0.5B: 30 MiB, no page is shared"),
-        pytest.param(block_major(27 * 18 * KIB, 200_000), 32 * MIB, 67, id="DeepSeek-V2-Lite MLA: pages are shared"),
-        pytest.param(block_major(50 * MIB, 2_000), 10 * MIB, 1, id="linear attention: a block is 5 whole pages"),
-        pytest.param(block_major(37 * MIB, 2_000), 12 * MIB, 1, id="linear attention: a block that fills no pages"),
+        pytest.param(block_major(2 * MIB, 70_000), 64 * MIB, 32, id="Llama-8B: 32 blocks are a page"),
+        pytest.param(block_major(192 * KIB, 700_000), 60 * MIB, 320, id="Qwen2.5-0.5B: 60 MiB, no page is shared"),
+        pytest.param(block_major(27 * 18 * KIB, 200_000), 64 * MIB, 134, id="DeepSeek-V2-Lite MLA: pages are shared"),
+        pytest.param(block_major(50 * MIB, 2_000), 50 * MIB, 1, id="linear attention: a block is a page"),
+        pytest.param(block_major(37 * MIB, 2_000), 18 * MIB, 1, id="linear attention: a block that fills no pages"),
         pytest.param(layer_major(64 * KIB, 32, 64_000), 8 * MIB, 128, id="Llama-8B layer-major: 32 pages of 8 MiB"),
         pytest.param(layer_major(64 * KIB, 64, 64_000), 4 * MIB, 64, id="64 layers: 64 pages of 4 MiB"),
         pytest.param(layer_major(18 * KIB, 61, 100_000), 4 * MIB, 227, id="DeepSeek-V3 MLA layer-major"),

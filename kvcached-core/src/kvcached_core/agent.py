@@ -70,8 +70,6 @@ class Blocks(Protocol):
     @property
     def num_free_blocks(self) -> int: ...
     @property
-    def num_used_blocks(self) -> int: ...
-    @property
     def num_clean_blocks(self) -> int: ...
     @property
     def num_cached_blocks(self) -> int: ...
@@ -184,7 +182,7 @@ class Agent(threading.Thread):
         self._gave_up_after = -1
         self._report: Report | None = None
         self._reported_at = 0.0
-        self._lost_ranks: set[int] = set()
+        self._gone_ranks: set[int] = set()
         self.statistics = AgentStatistics()
 
     def kick(self) -> None:
@@ -236,21 +234,16 @@ class Agent(threading.Thread):
         try:
             while not self._stopping:
                 self._sleep()
-                self._turn()
+                self.turn()
         except BaseException as error:
             log.critical("kvcached's agent cannot go on, so this engine process ends: %r", error, exc_info=error)
             os._exit(70)
 
-    def _sleep(self) -> None:
-        open_links = [link.fileno() for link in self._links if not link.closed]
-        select.select([self._wake, *open_links], [], [], TICK_SECONDS)
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            return
+    def turn(self) -> None:
+        """Hear the ranks, decide under the lock, then give orders without it: a direct call maps right there.
 
-    def _turn(self) -> None:
-        """Hear the ranks, decide under the lock, then give orders without it: a direct call maps right there."""
+        The thread does nothing else, again and again; a test may do it instead of starting the thread.
+        """
         heard = [(link.rank, message) for link in self._links if not link.closed for message in link.receive()]
         self._say_lost_ranks()
         with self._lock:
@@ -264,6 +257,14 @@ class Agent(threading.Thread):
             self._give(pending)
         if report is not None:
             self._send(report, [link.rank for link in self._links])
+
+    def _sleep(self) -> None:
+        open_links = [link.fileno() for link in self._links if not link.closed]
+        select.select([self._wake, *open_links], [], [], TICK_SECONDS)
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return
 
     # Hearing
 
@@ -327,11 +328,11 @@ class Agent(threading.Thread):
         self._blocks.attainable_extents = max(extents.num_resident, min(self._may_hold, extents.ceiling))
 
     def _say_lost_ranks(self) -> None:
-        lost = {link.rank for link in self._links if link.closed} - self._lost_ranks
-        if lost and not self._stopping:
-            log.error("rank %s ended or closed its order channel: this engine cannot grow any more",
-                      ", ".join(map(str, sorted(lost))))  # fmt: skip
-        self._lost_ranks |= lost
+        for link in self._links:
+            if link.closed and link.rank not in self._gone_ranks:
+                self._gone_ranks.add(link.rank)
+                if link.lost:
+                    log.error("rank %d is lost (%s): this engine cannot grow any more", link.rank, link.lost)
 
     def _quarantine_overdue(self, now: float) -> None:
         for pending in self._pending.values():
@@ -356,7 +357,7 @@ class Agent(threading.Thread):
 
     @property
     def _stuck(self) -> bool:
-        return bool(self._lost_ranks) or any(pending.quarantined for pending in self._pending.values())
+        return bool(self._gone_ranks) or any(pending.quarantined for pending in self._pending.values())
 
     @property
     def _num_held(self) -> int:
@@ -481,7 +482,9 @@ class Agent(threading.Thread):
     def _make_report(self) -> Report:
         blocks, busy = self._blocks, self._engine.busy()
         short = max(0, self._short_blocks())
-        used = blocks.num_used_blocks
+        # Blocks that requests hold, and the pinned ones: a lease has to reach for both.
+        resident = blocks.extents.num_resident * blocks.blocks_per_extent
+        used = resident - blocks.num_clean_blocks - blocks.num_cached_blocks
         if busy:
             used += self._target_blocks() + blocks.num_cached_blocks
         unmet = -(-short // blocks.blocks_per_extent) - self._growable

@@ -7,7 +7,7 @@ Guarantees:
   of order: a ``Retire`` that waits for its fence never delays a later ``Map``.
 * A rank that dies closes its link at once (the kernel closes its socket); ``SocketLink.closed`` becomes true at the
   next ``receive``. A rank that is stopped keeps its link open and does not answer: deadlines are the decider's
-  (``agent.py``), sending to it never blocks.
+  (``agent.py``). Sending to it never blocks and loses nothing: what its queue does not take is sent when it does.
 * With one process for both, ``LocalLink`` is a direct call: no socket, no thread, no copy.
 
 Messages are JSON objects in ``SOCK_SEQPACKET`` datagrams, so that boundaries are kept and no framing is needed.
@@ -24,6 +24,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -176,10 +177,17 @@ class Obeys(Protocol):
 
 
 class Link(Protocol):
-    """The decider's end of the channel to one rank."""
+    """The decider's end of the channel to one rank.
+
+    Attributes:
+        rank: The rank's number.
+        closed: Nothing comes or goes any more.
+        lost: Why it closed by itself; empty where the rank said `Bye`, or this end closed it.
+    """
 
     rank: int
     closed: bool
+    lost: str
 
     def fileno(self) -> int:
         """Readable when `receive` may have something."""
@@ -200,6 +208,7 @@ class LocalLink:
     def __init__(self, rank: Obeys) -> None:
         self.rank = rank.index
         self.closed = False
+        self.lost = ""
         self._obeys = rank
 
     def fileno(self) -> int:
@@ -227,6 +236,8 @@ class SocketLink:
         """
         self.rank = rank
         self.closed = False
+        self.lost = ""
+        self._unsent: deque[bytes] = deque()
         self._socket = _connect(path, rank, deadline_seconds)
         self._socket.setblocking(False)
 
@@ -234,15 +245,11 @@ class SocketLink:
         return self._socket.fileno()
 
     def send(self, message: ToRank) -> None:
-        try:
-            self._socket.send(encode(message))
-        except BlockingIOError:
-            # The rank is stopped and its queue is full. The order goes unanswered, which the decider's deadline names.
-            log.warning("rank %d does not take orders: its queue is full", self.rank)
-        except OSError as error:
-            self._lost(error)
+        self._unsent.append(encode(message))
+        self._send_unsent()
 
     def receive(self) -> list[FromRank]:
+        self._send_unsent()
         messages: list[FromRank] = []
         while not self.closed:
             try:
@@ -250,10 +257,10 @@ class SocketLink:
             except BlockingIOError:
                 break
             except OSError as error:
-                self._lost(error)
+                self._lose(str(error))
                 break
             if not datagram:
-                self._lost(None)
+                self._lose("its process ended")
                 break
             message = decode(datagram)
             if isinstance(message, Bye):
@@ -266,12 +273,21 @@ class SocketLink:
         self.closed = True
         self._socket.close()
 
-    def _lost(self, error: OSError | None) -> None:
-        if not self.closed:
-            log.error(
-                "rank %d closed its order channel (%s): nothing more is mapped there", self.rank, error or "it ended"
-            )
-        self.closed = True
+    def _send_unsent(self) -> None:
+        """Send what the rank's queue takes. The rest stays: the rank is stopped, which the agent's deadline says."""
+        while self._unsent and not self.closed:
+            try:
+                self._socket.send(self._unsent[0])
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lose(str(error))
+            else:
+                self._unsent.popleft()
+
+    def _lose(self, reason: str) -> None:
+        self.lost = reason
+        self.close()
 
 
 def _connect(path: Path, rank: int, deadline_seconds: float) -> socket.socket:

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvcached_core.errors import ConfigError, DeviceMemoryError, DriverError, InvariantError
+from kvcached_core.sizes import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -244,8 +245,8 @@ class Arena:
 
     def _refused(self, error: DeviceMemoryError | DriverError, num_pages: int) -> DeviceMemoryError | DriverError:
         figures = (
-            f"{error} It was one of {num_pages} pages of {self.page_bytes / 2**20:g} MiB asked for together: none was"
-            f" kept, {self.resident_bytes / 2**30:.2f} GiB are resident here."
+            f"{error} It was one of {num_pages} pages of {format_bytes(self.page_bytes)} asked for together: none was"
+            f" kept, {format_bytes(self.resident_bytes)} are resident here."
         )
         if isinstance(error, DriverError):
             return DriverError(figures, call=error.call, result=error.result, device_id=error.device_id)

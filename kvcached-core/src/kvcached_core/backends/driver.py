@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from kvcached_core.errors import DeviceMemoryError, DriverError, UnsupportedError
+from kvcached_core.sizes import format_bytes
 
 # A kernel of this process failed earlier; every later call of the context reports it.
 # Source: CUDA Driver API, CUresult: "leaves the process in an inconsistent state".
@@ -105,4 +106,4 @@ class Driver:
         result, free_bytes, total_bytes = self.module.cuMemGetInfo()
         if result != self._success:
             return f"The driver does not say how much is free ({result.name})."
-        return f"The driver reports {free_bytes / 2**30:.2f} of {total_bytes / 2**30:.2f} GiB free."
+        return f"The driver reports {format_bytes(free_bytes)} of {format_bytes(total_bytes)} free."

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from kvcached_core.backends.base import DeviceMemory, hookimpl
 from kvcached_core.errors import DeviceMemoryError, DriverError
+from kvcached_core.sizes import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -176,9 +177,9 @@ class HostBackend:
     def _failed(self, error: OSError, call: str, size_bytes: int, *, memory: bool = True) -> Exception:
         name = errno.errorcode.get(error.errno or 0, "?")
         message = (
-            f"{call} of {size_bytes / 2**20:.1f} MiB failed on the host: {name} ({error.strerror}). "
-            f"This process has {self._mapped_bytes / 2**30:.2f} GiB mapped of a budget of "
-            f"{self._budget_bytes / 2**30:.2f} GiB."
+            f"{call} of {format_bytes(size_bytes)} failed on the host: {name} ({error.strerror}). "
+            f"This process has {format_bytes(self._mapped_bytes)} mapped of a budget of "
+            f"{format_bytes(self._budget_bytes)}."
         )
         if error.errno != errno.ENOMEM:
             return DriverError(message, call=call, result=name, device_id=self.device_id)

@@ -190,7 +190,7 @@ def test_the_kernels_limit_of_mappings_is_met_and_undone() -> None:
 
 
 def test_no_room_for_the_addresses_is_an_error_with_the_size() -> None:
-    with pytest.raises(DeviceMemoryError, match=r"mmap of 262144.00 GiB failed on the host: ENOMEM"):
+    with pytest.raises(DeviceMemoryError, match=r"mmap of 256\.00 TiB failed on the host: ENOMEM"):
         Arena(HostBackend(MIB), 1 << 48, 1 << 30)
 
 

@@ -227,7 +227,7 @@ def shapes(draw: st.DrawFn) -> tuple[list[Stripe], int, int, int]:
 def test_chosen_pages_and_extents_keep_their_bounds(shape: tuple[list[Stripe], int, int, int]) -> None:
     stripes, num_blocks, size, granularity = shape
     geometry = Geometry.choose(stripes, num_blocks, size, granularity_bytes=granularity)
-    limit = 32 * MIB if len(geometry.stripes) == 1 else 8 * MIB
+    limit = 64 * MIB if len(geometry.stripes) == 1 else 8 * MIB
     assert geometry.page_bytes % granularity == 0
     assert granularity <= geometry.page_bytes <= max(limit, granularity)
     assert 1 <= geometry.blocks_per_extent <= num_blocks

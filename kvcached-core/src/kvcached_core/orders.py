@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvcached_core.errors import OrderError
+from kvcached_core.errors import ConfigError, OrderError
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ BlockRanges = tuple[tuple[int, int], ...]
 """Half-open ranges of block ids."""
 
 MAX_MESSAGE_BYTES = 1 << 18
+MAX_PATH_BYTES = 107
+"""Of a Unix socket's address: ``sun_path`` has 108 bytes, the last one zero (unix(7))."""
 TICK_SECONDS = 0.02
 """How often a rank looks at fences and at its ledger; a trim under pressure starts at most this late."""
 
@@ -315,8 +317,17 @@ class OrderServer(threading.Thread):
     """
 
     def __init__(self, path: Path, rank: Obeys) -> None:
-        """Listen at ``path``; the thread serves once it is started."""
+        """Listen at ``path``; the thread serves once it is started.
+
+        Raises:
+            ConfigError: The path is too long for a socket.
+        """
         super().__init__(name="kvcached-rank", daemon=True)
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            raise ConfigError(
+                f"{path} has {len(os.fsencode(path))} bytes, and a socket's path at most {MAX_PATH_BYTES}: set "
+                f"KVCACHED_RUNTIME_DIR to a shorter one."
+            )
         self._path = path
         self._rank = rank
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -356,7 +367,7 @@ class OrderServer(threading.Thread):
             connection.sendall(encode(Bye()))
 
     def _accept(self) -> socket.socket | None:
-        ready, _, _ = select.select([self._listener, self._stop_event], [], [])
+        ready, _, _ = select.select([self._listener.fileno(), self._stop_event], [], [])
         if self._stop_event in ready:
             return None
         connection, _ = self._listener.accept()

@@ -19,7 +19,20 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvcached_core.errors import DeviceMemoryError, DriverError, InvariantError, LedgerError
-from kvcached_core.orders import Ack, BlockRanges, FromRank, Hello, Map, Report, Retire, Standing, ToRank, Undo, Welcome
+from kvcached_core.orders import (
+    TICK_SECONDS,
+    Ack,
+    BlockRanges,
+    FromRank,
+    Hello,
+    Map,
+    Report,
+    Retire,
+    Standing,
+    ToRank,
+    Undo,
+    Welcome,
+)
 from kvcached_core.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -90,18 +103,28 @@ class Rank:
         """Extents mapped here now, also those that wait for a fence."""
         return self._num_extents
 
-    def pin(self, blocks: range) -> None:
+    def pin(self, blocks: range, *, deadline_seconds: float = 0.0) -> None:
         """Map blocks for good, before any order: the engine's null block, which dummy runs and graph replays write.
 
+        Where neighbours hold the device, it waits for them to make room, as for any other demand.
+
         Raises:
-            LedgerError: The ledger grants no lease for them.
-            DeviceMemoryError, DriverError: The device gives no page.
+            LedgerError: No lease for them, or no page, within the deadline; with the figures.
+            DriverError: The device refuses.
         """
-        with self._lock:
-            pages = self._geometry.page_ranges(blocks)
-            answer = self._create(0, pages)
-            if answer.error:
-                raise LedgerError(f"rank {self.index} cannot map the pages of the engine's null block: {answer.error}")
+        pages = self._geometry.page_ranges(blocks)
+        failed = f"rank {self.index} cannot map the engine's null block on {self._backend.device_id}"
+        began = self._now()
+        while (answer := self._try_pin(pages)).error:
+            waited = self._now() - began
+            if not answer.shortage:
+                raise DriverError(f"{failed}: {answer.error}")
+            if waited >= deadline_seconds:
+                raise LedgerError(
+                    f"{failed}: {answer.error}, after {waited:.1f} s. Neighbours hold the device (see `kvcached "
+                    "status`): stop one, or lower its ceiling."
+                )
+            time.sleep(TICK_SECONDS)
 
     def note_step(self, step: int, streams: Sequence[int] = ()) -> None:
         """Everything of this step is launched on these streams. Engine's thread; makes no driver call.
@@ -137,15 +160,16 @@ class Rank:
         """Look at fences and at the ledger. Call at least every `orders.TICK_SECONDS`.
 
         Returns:
-            Answers to orders, and what the ledger says about this member where that has changed.
+            What the ledger says about this member, where that has changed, then answers to orders. In this order: a
+            decider that heard of a map first would compare it with the target from before it, and trim it again.
         """
         with self._lock:
             if self._closed:
                 return []
             self._unmap_what_is_done()
-            self._look_at_ledger()
+            changed = self._look_at_ledger()
             said, self._said = self._said, []
-            return said
+            return [*changed, *said]
 
     def close(self) -> None:
         """Unmap everything and leave the ledger. Idempotent. The engine's work has ended."""
@@ -190,9 +214,20 @@ class Rank:
             self._num_extents += self._count(order.block_ranges)
         return answer
 
+    def _try_pin(self, pages: list[range]) -> Ack:
+        with self._lock:
+            wanted = self._arena.new_pages(pages) * self._arena.page_bytes
+            answer = self._create(0, pages)
+            unmet = wanted if answer.error else 0
+            self._account.report(demand_bytes=wanted, unmet_bytes=unmet, free_bytes=0, cached_bytes=0, busy=True)
+            return answer
+
     def _create(self, seq: int, pages: list[range]) -> Ack:
         wanted = self._arena.new_pages(pages) * self._arena.page_bytes
-        granted = self._account.lease(wanted)
+        try:
+            granted = self._account.lease(wanted)
+        except LedgerError as error:
+            return Ack(seq, str(error), shortage=True)
         if granted < wanted:
             self._account.give_back(granted)
             return Ack(seq, f"the ledger grants {format_bytes(granted)} of {format_bytes(wanted)} now", shortage=True)
@@ -251,19 +286,20 @@ class Rank:
             busy=report.busy,
         )
 
-    def _look_at_ledger(self) -> None:
+    def _look_at_ledger(self) -> list[Standing]:
         now = self._now()
         due = now - self._seen_at >= REFRESH_SECONDS
         self._account.heartbeat()
         if due and self._static_used_bytes is not None:
             self._account.static_used(self._static_used_bytes())
         if not due and self._account.generation == self._seen_generation:
-            return
+            return []
         self._seen_generation, self._seen_at = self._account.generation, now
         standing = self._ask_standing()
-        if standing != self._standing:
-            self._standing = standing
-            self._said.append(standing)
+        if standing == self._standing:
+            return []
+        self._standing = standing
+        return [standing]
 
     def _ask_standing(self) -> Standing:
         allowance, extent = self._account.allowance(), self._extent_bytes

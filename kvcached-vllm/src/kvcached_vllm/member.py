@@ -12,9 +12,10 @@ from kvcached_core import logs, orders
 from kvcached_core.arena import Arena
 from kvcached_core.backends import Backend, load_backend
 from kvcached_core.config import Settings
+from kvcached_core.errors import ConfigError
 from kvcached_core.ledger import Account, Ledger
 from kvcached_core.rank import Rank
-from kvcached_core.sizes import parse_size
+from kvcached_core.sizes import format_bytes, parse_size
 
 from kvcached_vllm import layout, sizing
 from kvcached_vllm.allocation import KVAllocation
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CUDA_HEADROOM = parse_size("1GiB")
-STATIC_DEADLINE_SECONDS = 120.0
-"""How long an engine that loads waits for neighbours to make room for its weights."""
+START_DEADLINE_SECONDS = 120.0
+"""How long an engine that starts waits for neighbours to make room for its weights, and for its first page."""
 
 
 def order_address(vllm_config: VllmConfig, rank: int) -> Path:
@@ -70,9 +71,9 @@ class Member:
         """Keep so much of the device for weights, activations and graphs; wait while neighbours trim for it.
 
         Raises:
-            LedgerError: Not granted within `STATIC_DEADLINE_SECONDS`, with the figures.
+            LedgerError: Not granted within `START_DEADLINE_SECONDS`, with the figures.
         """
-        self.account.static_lease(num_bytes, deadline_seconds=STATIC_DEADLINE_SECONDS)
+        self.account.static_lease(num_bytes, deadline_seconds=START_DEADLINE_SECONDS)
 
     def allocate(
         self, kv_cache_config: KVCacheConfig, initialize: Callable[[], None], layers: Mapping[str, Any]
@@ -86,6 +87,7 @@ class Member:
 
         Raises:
             UnsupportedError: The KV cache is not where the configuration says.
+            ConfigError: The ceiling is less than one extent.
             DeviceMemoryError, DriverError, LedgerError: No addresses, or no page for the null block.
         """
         geometry = layout.kv_cache_geometry(
@@ -93,6 +95,7 @@ class Member:
             granularity_bytes=self._backend.granularity_bytes,
             page_bytes=self._setting("page_size"),
         )
+        self._check_ceiling(geometry)
         arena = self._arena = Arena(self._backend, geometry.size_bytes, geometry.page_bytes, guard=self._settings.guard)
         allocation = KVAllocation(geometry.size_bytes, lambda: arena.tensor(0, geometry.size_bytes))
         with allocation:
@@ -102,8 +105,8 @@ class Member:
         self._rank = Rank(
             arena, geometry, self.account, self._backend, index=self._rank_index, static_used_bytes=self._static_used
         )
-        self._rank.pin(range(1))
         self._set_default_floor(kv_cache_config, geometry)
+        self._rank.pin(range(1), deadline_seconds=START_DEADLINE_SECONDS)
         self._say_active(kv_cache_config, geometry)
 
     def serve(self) -> None:
@@ -170,6 +173,15 @@ class Member:
     def _setting(self, name: str) -> int | None:
         size = getattr(self._settings, name)
         return None if size is None else size.resolve(self._total_bytes)
+
+    def _check_ceiling(self, geometry: Geometry) -> None:
+        ceiling_bytes = self._setting("ceiling")
+        if ceiling_bytes is not None and ceiling_bytes < geometry.extent_bytes:
+            raise ConfigError(
+                f"KVCACHED_CEILING is {format_bytes(ceiling_bytes)}, and the KV cache of this model grows in extents of "
+                f"{format_bytes(geometry.extent_bytes)}: set it to that at least, or KVCACHED_PAGE_SIZE to less than "
+                f"{format_bytes(geometry.page_bytes)}."
+            )
 
     def _set_default_floor(self, kv_cache_config: KVCacheConfig, geometry: Geometry) -> None:
         if self._settings.floor is None:

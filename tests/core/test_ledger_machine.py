@@ -76,13 +76,13 @@ class Member:
         allowance = self.account.allowance()
         assert 0 <= allowance.target_bytes <= allowance.ceiling_bytes
         assert allowance.may_hold_bytes >= self.account.lease_bytes
-        self.shrink(self.account.lease_bytes - allowance.target_bytes if self.account.lease_bytes else 0)
+        self.shrink(max(0, self.account.lease_bytes - allowance.target_bytes))
 
     def load(self, num_bytes: int) -> None:
         assert self.account is not None
         if num_bytes < self.device.pid_to_static.get(self.actor.pid, 0):
-            self.device.pid_to_static[self.actor.pid] = num_bytes
             self.account.static_used(num_bytes)
+            self.device.pid_to_static[self.actor.pid] = num_bytes
         try:
             self.account.static_lease(num_bytes, deadline_seconds=0.2)
         except LedgerError:

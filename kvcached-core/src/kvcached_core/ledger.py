@@ -266,7 +266,7 @@ class Ledger:
                 driver_free_bytes=max(0, reading.driver_free_bytes),
                 unleased_bytes=max(0, reading.unleased_bytes),
                 generation=self._file.generation,
-                members=tuple(self._member(row, texts[row.slot], reading) for row in rows),
+                members=tuple(self._member(row, texts[row.slot], reading) for row in rows if row.figures.joined_ns),
             )
 
     def _member(self, row: Row, texts: Texts, reading: Reading) -> MemberStatistics:
@@ -357,7 +357,6 @@ class Ledger:
         figures = Figures(
             pid=os.getpid(),
             rank=rank,
-            joined_ns=self._clock.nanoseconds(),
             heartbeat_ns=self._clock.nanoseconds(),
             total_bytes=self._asked_total,
             headroom_bytes=self.headroom_bytes,
@@ -372,7 +371,10 @@ class Ledger:
             return account
 
     def _enter(self, texts: Texts, figures: Figures) -> tuple[int, str]:
-        """Occupy a slot under a name that is unique among the living. Returns slot and name."""
+        """Occupy a slot under a name that is unique among the living. Returns slot and name.
+
+        It is not a member yet: one that has to withdraw here was seen by those that joined meanwhile, and nobody else.
+        """
         slot = self._file.claim(figures)
         try:
             while True:
@@ -461,7 +463,7 @@ class Ledger:
         self._require()
         with self._file.operating():
             rows, reading = self._read()
-            mine = [row for row in rows if self._file.texts(row.slot).name == name]
+            mine = [row for row in rows if row.figures.joined_ns and self._file.texts(row.slot).name == name]
             if not mine:
                 names = ", ".join(sorted({self._file.texts(row.slot).name for row in rows})) or "none"
                 raise LedgerError(f"no member {name!r} on {self.device_id}. Members: {names}")
@@ -687,7 +689,11 @@ class Account:
                 self._set(static_unmet_bytes=0)
 
     def static_used(self, num_bytes: int) -> None:
-        """So many bytes of the static lease are in use now (the driver no longer counts them as free)."""
+        """So many bytes of the static lease are in use now: the driver does not count them as free.
+
+        More is said after it was taken, less before it is freed: what the driver has free and is still said to be used
+        would be granted to others, though it is leased.
+        """
         with self._ledger._lock:
             self._set(static_used_bytes=num_bytes)
 
@@ -770,13 +776,14 @@ class Account:
         self.slot, self.name = self._ledger._enter(self._texts, Figures(**self._figures))
         self._tenure = self._ledger._file.tenure(self.slot)
         self.registered = True
+        self._set(joined_ns=self._ledger._clock.nanoseconds())
 
     def _register(self) -> None:
         """Be seen again, with what exists: what was leased and not used yet may be somebody else's by now."""
         if self.registered or self._ledger._gone is not None:
             return
         self._figures.update(lease_bytes=self.created_bytes, proposed_bytes=0, static_proposed_bytes=0)
-        self._figures.update(followed_revision=0, trim_revision=0, trim_left_bytes=0)
+        self._figures.update(joined_ns=0, followed_revision=0, trim_revision=0, trim_left_bytes=0)
         try:
             self._enter()
         except LedgerError as error:

@@ -21,6 +21,7 @@ from rich.text import Text
 from kvcached_core import __version__
 from kvcached_core.cli.ledgers import Ledgers, Snapshots
 from kvcached_core.cli.output import ExitCode, Json, console, document
+from kvcached_core.cli.servers import servers
 from kvcached_core.cli.status import short_id
 from kvcached_core.config import ENABLE, PREFIX, Settings, default_runtime_dir, variable_of
 from kvcached_core.devices import (
@@ -43,6 +44,9 @@ SPARE_BYTES = 1 << 20
 
 UNNOTICED_BYTES = 1 << 30
 """Outsiders that hold less than this (a desktop, a monitor) fit into the default headroom."""
+
+STARTING_SECONDS = 120.0
+"""An engine becomes a member before it loads its weights, but after a minute or so of imports."""
 
 SHELL_FIX = f"export {ENABLE}=1 where the engine is started"
 
@@ -180,7 +184,7 @@ def check_settings(here: Surroundings) -> Iterator[Finding]:
         ignored = tuple(_misspelt(here.environ))
         for line in str(error).splitlines():
             if not line.startswith(ignored or ("\0",)):
-                yield Finding("settings", Status.PROBLEM, line, "kvcached config shows the accepted forms")
+                yield Finding("settings", Status.PROBLEM, line)
         return
     given = sum(name.startswith(PREFIX) for name in here.environ)
     yield Finding("settings", Status.OK, f"{given} {PREFIX}* setting{'s' * (given != 1)}, all known")
@@ -192,8 +196,7 @@ def check_switch(here: Surroundings) -> Iterator[Finding]:
         yield Finding("switch", Status.PROBLEM, f"{name} turns nothing on", f"set {ENABLE}=1 instead")
     try:
         enabled = Settings.load({ENABLE: here.environ.get(ENABLE, "")}).enabled
-    except ConfigError as error:
-        yield Finding("switch", Status.PROBLEM, str(error), f"set {ENABLE}=1")
+    except ConfigError:  # what check_settings says
         return
     if enabled:
         yield Finding("switch", Status.OK, f"{ENABLE} is on in this environment")
@@ -326,6 +329,42 @@ def check_ledgers(here: Surroundings) -> Iterator[Finding]:
                 message = f"{member.name} (process {member.pid}) is silent for {member.heartbeat_age_seconds:.0f} s"
                 fix = f"kill -CONT {member.pid} if it was stopped, or end it: its memory stays leased until then"
                 yield Finding("member", Status.PROBLEM, message, fix)
+
+
+def check_servers(here: Surroundings) -> Iterator[Finding]:
+    """Whether the engines that run here are active."""
+    names = {member.pid: member.name for device in here.snapshots.devices for member in device.members}
+    for server in servers(here.proc):
+        what = f"{server.engine} server {server.pid} ({server.command[:60]})"
+        members = sorted({names[pid] for pid in server.inner_pids & names.keys()})
+        if members:
+            yield Finding("server", Status.OK, f"{what} is active: member {', '.join(members)}")
+        elif server.environ is None:
+            yield Finding("server", Status.NOTE, f"{what} is no member; its environment is not this user's to read")
+        elif not _enabled(server.environ):
+            yield Finding("server", Status.NOTE, f"{what} is inactive: {ENABLE} is not set for it", SHELL_FIX)
+        elif server.age_seconds < STARTING_SECONDS:
+            yield Finding("server", Status.NOTE, f"{what} is starting: {ENABLE} is set, and it is no member yet")
+        else:
+            yield _inactive(here, what, server.environ)
+
+
+def _inactive(here: Surroundings, what: str, environ: Mapping[str, str]) -> Finding:
+    variable = variable_of("runtime_dir")
+    theirs = Path(environ.get(variable) or default_runtime_dir())
+    if theirs != here.runtime_dir:
+        fix = f"{variable}={theirs} kvcached doctor"
+        return Finding("server", Status.NOTE, f"{what} has its ledger in another directory", fix)
+    message = f"{what} is inactive: {ENABLE} is set for it, and it is a member of no ledger in {here.runtime_dir}"
+    fix = f"read the line with 'kvcached' in its log; {variable_of('strict')}=1 makes it exit with the reason"
+    return Finding("server", Status.PROBLEM, message, fix)
+
+
+def _enabled(environ: Mapping[str, str]) -> bool:
+    try:
+        return Settings.load({ENABLE: environ.get(ENABLE, "")}).enabled
+    except ConfigError:
+        return False
 
 
 def check_isolation(here: Surroundings) -> Iterator[Finding]:
@@ -466,6 +505,7 @@ CHECKS: tuple[Callable[[Surroundings], Iterable[Finding]], ...] = (
     check_plugins,
     check_runtime_dir,
     check_ledgers,
+    check_servers,
     check_isolation,
     check_driver,
     check_virtual_memory,

@@ -61,7 +61,7 @@ class Ledgers:
         devices, unreadable = [], []
         for device_id in self._device_ids():
             try:
-                devices.append(self._ledger(device_id).snapshot())
+                devices.append(self.ledger(device_id).snapshot())
             except LedgerError as error:
                 self._forget(device_id)
                 unreadable.append(Unreadable(device_id, str(error)))
@@ -76,12 +76,17 @@ class Ledgers:
         found = self.snapshots()
         having = [device.device_id for device in found.devices if ranks_of(device, name)]
         if having:
-            return [self._ledger(device_id) for device_id in having]
+            return [self.ledger(device_id) for device_id in having]
         names = sorted({member.name for device in found.devices for member in device.members})
         problems = "".join(f" {each.reason}." for each in found.unreadable)
         raise LedgerError(f"no member {name!r} in {self.runtime_dir}. Members: {', '.join(names) or 'none'}.{problems}")
 
-    def _ledger(self, device_id: str) -> Ledger:
+    def ledger(self, device_id: str) -> Ledger:
+        """The open ledger of a device.
+
+        Raises:
+            LedgerError: It is not there or cannot be used.
+        """
         if device_id not in self._open:
             self._open[device_id] = Ledger.open(device_id, None, runtime_dir=self.runtime_dir)
         return self._open[device_id]

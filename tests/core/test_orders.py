@@ -119,7 +119,7 @@ def test_a_link_waits_for_a_rank_that_is_still_loading(runtime_dir: Path) -> Non
 
 
 def test_nobody_at_the_address_is_an_error_with_the_figures(runtime_dir: Path) -> None:
-    with pytest.raises(OrderError, match="rank 1 does not listen for orders at .* after 0 s .*No such file"):
+    with pytest.raises(OrderError, match=r"rank 1 does not listen for orders at .* after 0 s .*No such file"):
         SocketLink(runtime_dir / "none.sock", 1, deadline_seconds=0.05)
 
 

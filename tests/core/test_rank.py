@@ -162,7 +162,7 @@ def test_what_the_ledger_does_not_grant_is_a_shortage_and_changes_nothing(runtim
 def test_a_map_that_fails_at_any_page_changes_nothing(
     held: Held, make_error: Callable[[], Exception], shortage: bool, fail_at: int
 ) -> None:
-    """V4: page k of n is refused. The rest is taken back, the lease returned, the reason told, and a later one works."""
+    """V4: page k of n is refused. The rest and the lease are taken back, the reason is told, and a later map works."""
     held.give(Map(1, extents(0)))
     held.failing.make_error, held.failing.fail_at = make_error, fail_at
     [answer] = held.give(Map(2, extents(3)))
@@ -360,10 +360,16 @@ def test_a_lowered_ceiling_is_said_at_the_next_tick_and_binds(held: Held) -> Non
 
 
 def test_a_trim_that_an_operator_asks_for_lowers_the_target_and_does_not_bind(held: Held) -> None:
-    held.give(Map(1, extents(0, 1, 2, 3)))
+    held.give(Map(1, extents(0, 1, 2, 3)), Report(1, 0, 3, 0, busy=False))
     held.ledger.request_trim("a", 2 * EXTENT_BYTES)
     assert (held.standing.target_extents, held.standing.must) == (2, False)
     held.give(Undo(2, extents(3, 2)), Map(3, extents(5)))
+    assert held.standing.target_extents == 3
+
+
+def test_a_trim_asks_for_no_more_than_can_be_spared(held: Held) -> None:
+    held.give(Map(1, extents(0, 1, 2, 3)), Report(4, 0, 0, 1, busy=True))
+    held.ledger.request_trim("a", 4 * EXTENT_BYTES)
     assert held.standing.target_extents == 3
 
 
@@ -401,9 +407,7 @@ def test_what_else_the_process_holds_is_told_to_the_ledger(runtime_dir: Path) ->
         closing(Arena(HostBackend(BUDGET), ALIGNED.size_bytes, PAGE)) as arena,
     ):
         account = ledger.join("a", engine="vllm")
-        rank = Rank(
-            arena, ALIGNED, account, HostBackend(BUDGET), index=0, static_used_bytes=lambda: used[0], now=clock
-        )
+        rank = Rank(arena, ALIGNED, account, HostBackend(BUDGET), index=0, static_used_bytes=lambda: used[0], now=clock)
         with closing(rank):
             rank.tick()
             assert ledger.snapshot().members[0].static_used_bytes == 5 * PAGE

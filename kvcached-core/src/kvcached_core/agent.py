@@ -199,19 +199,20 @@ class Agent(threading.Thread):
             link.close()
 
     def await_blocks(self, num_blocks: int, wait_seconds: float = WAIT_SECONDS) -> bool:
-        """Wait until so many blocks are free, if waiting can help. With the lock held, which the wait releases.
+        """Wait until so many blocks are clean, if waiting can help. With the lock held, which the wait releases.
 
-        After a time-out it does not wait again until something has been mapped: a shortage is paid for once.
+        Cached blocks are free too, but taking them while memory is to be had would keep the prefix cache from ever
+        growing. After a time-out it does not wait again until something has been mapped: a shortage is paid for once.
 
         Returns:
-            Whether they are free.
+            Whether so many are free, cached ones included.
         """
-        if self._blocks.num_free_blocks >= num_blocks or not self._waiting_helps():
+        if self._num_spendable_blocks >= num_blocks or not self._waiting_helps():
             return self._blocks.num_free_blocks >= num_blocks
         start = self._now()
         deadline = start + wait_seconds
         self.kick()
-        while self._blocks.num_free_blocks < num_blocks and self._waiting_helps():
+        while self._num_spendable_blocks < num_blocks and self._waiting_helps():
             left = deadline - self._now()
             if left <= 0:
                 self._gave_up_after = self.statistics.mapped_extents
@@ -365,6 +366,9 @@ class Agent(threading.Thread):
 
     @property
     def _growable(self) -> int:
+        """Extents that could be mapped now; none while some are owed, which would go and come in turn."""
+        if self._num_owed > 0:
+            return 0
         return max(0, min(self._blocks.extents.room, self._may_hold - self._num_held))
 
     def _waiting_helps(self) -> bool:
@@ -393,15 +397,19 @@ class Agent(threading.Thread):
             return min(self.policy.standing_blocks, max(1, self._blocks.blocks_per_extent - 1))
         return max(self.policy.standing_blocks, self._engine.wanted_blocks())
 
+    @property
+    def _num_spendable_blocks(self) -> int:
+        """Free blocks that hold nothing worth keeping: clean, or cached beyond the cache ceiling."""
+        blocks, ceiling = self._blocks, self.policy.cache_ceiling_blocks
+        return blocks.num_clean_blocks + (0 if ceiling is None else max(0, blocks.num_cached_blocks - ceiling))
+
     def _short_blocks(self) -> int:
-        """Clean free blocks that are missing; cached ones count where the engine is idle or over its cache ceiling."""
-        blocks, policy = self._blocks, self.policy
-        short = self._target_blocks() - blocks.num_clean_blocks - self._mapping_extents * blocks.blocks_per_extent
-        if not self._engine.busy():
-            return short - blocks.num_cached_blocks
-        if policy.cache_ceiling_blocks is not None:
-            return short - max(0, blocks.num_cached_blocks - policy.cache_ceiling_blocks)
-        return short
+        """Blocks missing from the target; all cached ones count where the engine is idle."""
+        blocks = self._blocks
+        coming = self._mapping_extents * blocks.blocks_per_extent
+        if self._engine.busy():
+            return self._target_blocks() - self._num_spendable_blocks - coming
+        return self._target_blocks() - blocks.num_clean_blocks - blocks.num_cached_blocks - coming
 
     def _grow(self, short_blocks: int, now: float) -> _Pending | None:
         if self._stuck or now < self._growth_held_until or len(self._pending) >= MAX_ORDERS:
@@ -433,7 +441,9 @@ class Agent(threading.Thread):
         blocks, policy = self._blocks, self.policy
         if self._num_owed > 0:
             extent = blocks.take_idle(cached=False)
-            if extent is None and blocks.num_cached_blocks > policy.cache_floor_blocks:
+            # An extent less of cached blocks at most; without a floor there is nothing to keep.
+            left = max(0, blocks.num_cached_blocks - blocks.blocks_per_extent)
+            if extent is None and left >= policy.cache_floor_blocks:
                 extent = blocks.take_idle(cached=True)
             return extent
         if now - self._short_at > QUIET_SECONDS:
@@ -442,10 +452,18 @@ class Agent(threading.Thread):
                 extent = blocks.take_idle(cached=False)
                 if extent is not None:
                     return extent
-            ceiling = policy.cache_ceiling_blocks
-            if ceiling is not None and blocks.num_cached_blocks > ceiling:
+            if self._cache_is_over():
                 return blocks.take_idle(cached=True)
         return None
+
+    def _cache_is_over(self) -> bool:
+        """More is cached than the ceiling, or what an idle engine has cached holds half as many blocks again."""
+        blocks, ceiling = self._blocks, self.policy.cache_ceiling_blocks
+        if ceiling is None:
+            return False
+        held = blocks.num_idle_cached_extents * blocks.blocks_per_extent
+        scattered = not self._engine.busy() and 2 * held > max(3 * ceiling, 2 * blocks.blocks_per_extent)
+        return blocks.num_cached_blocks > ceiling or scattered
 
     def _idle_surplus(self) -> bool:
         """Idle, and without one more clean extent the target is still met."""
@@ -471,9 +489,9 @@ class Agent(threading.Thread):
     # Saying
 
     def _changed_report(self, now: float) -> Report | None:
-        """What the ledger should know of us, if that has changed. Unmet demand goes out at once."""
-        report = self._make_report()
-        urgent = self._report is None or (report.unmet_extents > 0) != (self._report.unmet_extents > 0)
+        """What the ledger should know of us, if that has changed. At once where unmet demand appears, ends or soars."""
+        report, last = self._make_report(), self._report
+        urgent = last is None or _is_news(report.unmet_extents, last.unmet_extents)
         if report == self._report or not (urgent or now - self._reported_at >= REPORT_SECONDS):
             return None
         self._report, self._reported_at = report, now
@@ -528,3 +546,8 @@ class Agent(threading.Thread):
             peak_resident_extents=max(old.peak_resident_extents, self._blocks.extents.num_resident),
             **{name: getattr(old, name) + number for name, number in added.items()},
         )
+
+
+def _is_news(unmet: int, said: int) -> bool:
+    """Whether neighbours should not wait to hear of it. A rise by half: so that a burst is a few reports, not many."""
+    return (unmet > 0) != (said > 0) or 2 * unmet > 3 * said

@@ -304,7 +304,9 @@ class Rank:
     def _ask_standing(self) -> Standing:
         allowance, extent = self._account.allowance(), self._extent_bytes
         lease = self._account.lease_bytes
-        target = min(allowance.target_bytes, lease - allowance.trim_bytes)
+        # An operator's wish is for what can be spared: it holds up no growth where all is in use.
+        spare = (self._report.free_extents + self._report.cached_extents) * extent
+        target = min(allowance.target_bytes, lease - min(allowance.trim_bytes, spare))
         return Standing(
             may_hold_extents=self._num_extents + max(0, allowance.may_hold_bytes - lease) // extent,
             target_extents=max(0, self._num_extents - -(-max(0, lease - target) // extent)),

@@ -178,7 +178,7 @@ class Member:
         ceiling_bytes = self._setting("ceiling")
         if ceiling_bytes is not None and ceiling_bytes < geometry.extent_bytes:
             raise ConfigError(
-                f"KVCACHED_CEILING is {format_bytes(ceiling_bytes)}, and the KV cache of this model grows in extents of "
+                f"KVCACHED_CEILING is {format_bytes(ceiling_bytes)}, and this model's KV cache grows in extents of "
                 f"{format_bytes(geometry.extent_bytes)}: set it to that at least, or KVCACHED_PAGE_SIZE to less than "
                 f"{format_bytes(geometry.page_bytes)}."
             )

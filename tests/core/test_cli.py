@@ -66,3 +66,22 @@ def test_only_the_live_view_needs_textual_and_only_doctor_tries_nvidia_ml(runtim
         if command not in ("limit", "trim"):
             done = kvcached(command, *words, "--json", runtime_dir=runtime_dir, environ=environ)
             assert done.code == 0, f"{command}: {done.out}{done.err}"
+
+
+def test_every_field_of_every_document_is_in_the_runbook(runtime_dir: Path) -> None:
+    runbook = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    with Follower(runtime_dir):
+        for command, words in COMMANDS.items():
+            done = kvcached_here(command, *words, "--json", runtime_dir=runtime_dir)
+            fields = _fields(done.document)
+            missing = {name for name in fields if f"`{name}`" not in runbook and f"`{name}[]`" not in runbook}
+            assert not missing, command
+
+
+def _fields(content: object) -> set[str]:
+    if isinstance(content, list):
+        return set().union(*map(_fields, content))
+    if isinstance(content, dict):
+        inner = (value for name, value in content.items() if name != "device_names")  # its keys are UUIDs
+        return set(content) | set().union(*map(_fields, inner))
+    return set()

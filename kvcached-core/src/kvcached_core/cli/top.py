@@ -84,7 +84,7 @@ class Sampler:
         frames = tuple(self._of_device(device, interval) for device in found.devices)
         self._last = {_key(device, member): member for device in found.devices for member in device.members}
         self._last_at = at
-        return Frame(interval, frames, found.unreadable, self._names)
+        return Frame(interval, frames, found.unreadable, {key: name for key, name in self._names.items() if name})
 
     def _learn_names(self, found: Snapshots) -> None:
         if any(device.device_id not in self._names for device in found.devices):

@@ -15,6 +15,8 @@ from typing import Any
 from kvcached_core.errors import LedgerError
 from kvcached_core.ledger import Account, Ledger, LedgerStatistics
 
+ROOT = Path(__file__).resolve().parents[2]
+
 # Children of a server that has imported all this already start in milliseconds, and inherit no thread and no lock.
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["tests.core.member_program"])

@@ -70,7 +70,7 @@ SUFFIX = ".ledger"
 
 _MAGIC = int.from_bytes(b"kvledger", "little")
 _VERSION = 1
-_READ_ATTEMPTS = 20_000
+_READ_ATTEMPTS = 5_000
 _TURN_ATTEMPTS = 10_000
 _POLL_SECONDS = 0.0005  # between two attempts at a turn, so that it comes to 5 s or more
 

@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from kvcached_core import orders
-from kvcached_core.agent import Agent, Policy
+from kvcached_core.agent import WAIT_SECONDS, Agent, AgentStatistics, Policy
 from kvcached_core.config import Settings
 from kvcached_core.sizes import Size, format_bytes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -35,6 +35,11 @@ log = logging.getLogger(__name__)
 FIRST_BLOCKS_SECONDS = 10.0
 """How long an engine waits at start for its first memory before it says so and serves what it can."""
 
+ALONE_WAIT_SECONDS = 0.05
+"""The longest that a step waits for blocks on their way while nothing runs that it would delay. The first prompt then
+takes new memory instead of evicting cached prefixes: on the host backend 25 MiB take 8 ms to map, more than
+`WAIT_SECONDS`."""
+
 
 class ElasticScheduling:
     """Mixin over a scheduler class of vLLM."""
@@ -50,6 +55,11 @@ class ElasticScheduling:
         self._agent = Agent(self._blocks, links, self, self._lock, self._make_policy())
         self._agent.start()
         self._await_first_blocks()
+
+    @property
+    def agent_statistics(self) -> AgentStatistics:
+        """What the agent has done since it started, and the longest that it held this scheduler up."""
+        return self._agent.statistics
 
     # What the agent asks
 
@@ -70,7 +80,8 @@ class ElasticScheduling:
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; before it, wait a moment for blocks that are on their way."""
         with self._lock:
-            self._agent.await_blocks(self._demand.next_step_blocks())
+            wait_seconds = WAIT_SECONDS if self.running else ALONE_WAIT_SECONDS
+            self._agent.await_blocks(self._demand.next_step_blocks(), wait_seconds)
             self._size_watermark()
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
             self._step += 1

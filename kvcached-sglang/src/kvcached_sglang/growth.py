@@ -48,7 +48,7 @@ class Grower:
 
     @property
     def under_way_bytes(self) -> int:
-        """What is on its way costs at most."""
+        """Of what is on its way."""
         return sum(len(space.growth.extent_ids) * space.extent_bytes for space in self._spaces if space.growth)
 
     def order(self, space: Space, wanted_tokens: int, growable_bytes: int, agreed: Agreed) -> int:
@@ -60,7 +60,7 @@ class Grower:
         if space.growth is not None or agreed.now_ms < self._paused_until_ms:
             return 0
         extents = -(-(wanted_tokens - space.free_tokens) // space.extent_tokens)
-        room = min(space.extents.room, growable_bytes // space.extent_bytes, MAX_EXTENTS_PER_ORDER)
+        room = min(space.extents.room, growable_bytes // space.worst_extent_bytes, MAX_EXTENTS_PER_ORDER)
         ids = space.extents.take_absent(max(0, min(extents, room)))
         if ids:
             space.growth = Growth(self._next_seq(), ids)

@@ -99,6 +99,7 @@ class Space:
     supply: Callable[[Space, int], None] | None = None
     _layout_extents: list[range] = field(default_factory=list)
     _extent_bytes: int = 0
+    _worst_extent_bytes: int = 0
     _num_resident_blocks: int = 0
 
     def __post_init__(self) -> None:
@@ -136,8 +137,13 @@ class Space:
 
     @property
     def extent_bytes(self) -> int:
-        """What one extent costs at most, in all pools of this space."""
+        """What one extent holds, in all pools of this space. Pages that two extents share count by half."""
         return self._extent_bytes
+
+    @property
+    def worst_extent_bytes(self) -> int:
+        """What mapping one extent costs at most."""
+        return self._worst_extent_bytes
 
     def back(self, pool: ElasticPool) -> list[range]:
         """Add a pool that is addressed with these ids.
@@ -156,7 +162,8 @@ class Space:
             )
         numbers = self.layout.add(pool)
         self._layout_extents.append(numbers)
-        self._extent_bytes += pool.geometry.extent_bytes
+        self._extent_bytes += round(pool.bytes_per_token * self.extent_tokens)
+        self._worst_extent_bytes += pool.geometry.extent_bytes
         pinned = numbers.start + self.geometry.extent_of(PADDING_BLOCK)
         return [range(pinned, pinned + 1)]
 

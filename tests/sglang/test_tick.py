@@ -1,0 +1,334 @@
+"""What the tick decides, on one rank."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from kvcached_core.orders import Map, Retire
+from kvcached_sglang.demand import Demand
+from kvcached_sglang.trimming import CachePolicy
+
+from tests.sglang.fakes import NO_LIMIT, FakeHands, kinds
+from tests.sglang.scene import EXTENT_BYTES, EXTENT_TOKENS, Lockstep, Scene, demand, make_space
+
+FREE_AT_START = EXTENT_TOKENS - 1
+
+
+def test_an_idle_engine_orders_nothing():
+    scene = Scene()
+    scene.settle()
+    assert scene.hands.log == []
+
+
+def test_what_the_next_step_needs_is_there_before_the_tick_ends():
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    assert scene.space.free_tokens >= 1000
+
+
+def test_growth_takes_the_lowest_extents_in_one_order():
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    [order] = scene.hands.log
+    assert isinstance(order, Map)
+    assert order.block_ranges == ((1, 16),)
+
+
+def test_steps_ahead_are_mapped_without_waiting():
+    scene = Scene()
+    scene.tick(demand(10, ahead=1000, running=10))
+    assert kinds(scene.hands.log) == "m"
+    assert scene.hands.waits == 0
+    assert scene.num_resident == 1
+    scene.settle(demand(10, ahead=1000, running=10), ticks=2)
+    assert scene.space.free_tokens >= 1010
+
+
+def test_a_wait_for_memory_that_does_not_come_ends():
+    scene = Scene()
+    scene.hands.on_wait = lambda: None
+    scene.cache.held.append(range(1, 64))  # evicting covers the step
+    scene.tick(demand(100, running=10))
+    assert scene.hands.waits == 1
+    assert scene.space.free_tokens == FREE_AT_START
+
+
+def test_a_neighbour_gets_time_to_trim_before_running_requests_are_retracted():
+    scene = Scene(FakeHands(room_bytes=0))
+
+    def trim_after(seconds: float):
+        def wait() -> None:
+            if scene.clock.seconds > 1000.01 + seconds:
+                scene.hands.room_bytes = NO_LIMIT
+            scene.hands.carry_out()
+
+        return wait
+
+    scene.hands.on_wait = trim_after(0.08)
+    scene.tick(demand(100, running=10))
+    assert scene.space.free_tokens >= 100
+    assert scene.ticker.statistics.waited_seconds == pytest.approx(0.09, abs=0.02)
+
+
+def test_requests_are_retracted_when_the_neighbour_does_not_trim():
+    scene = Scene(FakeHands(room_bytes=0))
+    scene.hands.on_wait = lambda: None
+    scene.tick(demand(100, running=10))
+    assert scene.ticker.statistics.waited_seconds == pytest.approx(0.1, abs=0.02)
+    assert scene.space.credit_tokens == 0
+
+
+def test_the_last_request_and_a_prompt_half_prefilled_wait_longer():
+    for wanted in (demand(100, running=1), demand(pledged=100)):
+        scene = Scene(FakeHands(room_bytes=0))
+
+        def wait(scene: Scene = scene) -> None:
+            scene.clock.seconds += 0.5
+            if scene.clock.seconds > 1005:
+                scene.hands.room_bytes = NO_LIMIT
+            scene.hands.carry_out()
+
+        scene.hands.on_wait = wait
+        scene.tick(wanted)
+        assert scene.space.free_tokens >= 100
+
+
+def test_at_its_own_ceiling_an_engine_does_not_wait():
+    scene = Scene(FakeHands(room_bytes=0, ceiling_bytes=EXTENT_BYTES))
+    scene.tick(demand(100, running=10))
+    assert scene.hands.waits == 0
+
+
+def test_a_shortage_that_growth_cannot_end_is_looked_at_now_and_then():
+    agreement = Lockstep(threading.Barrier(1), [])  # as with several ranks, who do not act on news of their own
+    scene = Scene(FakeHands(room_bytes=0, ceiling_bytes=EXTENT_BYTES), agreement=agreement)
+    for _ in range(160):
+        scene.tick(demand(100, running=10))
+    assert scene.ticker.statistics.agreements <= 12
+
+
+def test_admission_may_count_on_what_the_ledger_would_grant():
+    scene = Scene(FakeHands(room_bytes=5 * EXTENT_BYTES))
+    scene.tick(demand(10, running=1))
+    assert scene.space.free_list.available_size() == FREE_AT_START + 5 * EXTENT_TOKENS
+
+
+def test_admission_counts_on_nothing_while_a_step_could_use_up_what_is_resident():
+    scene = Scene(FakeHands(room_bytes=5 * EXTENT_BYTES))
+    scene.hands.on_wait = lambda: None
+    scene.tick(demand(1000, running=10))
+    assert scene.space.free_tokens < 1000
+    assert scene.space.free_list.available_size() == scene.space.free_tokens
+
+
+def test_growth_under_way_is_not_counted_twice():
+    scene = Scene(FakeHands(room_bytes=5 * EXTENT_BYTES))
+    scene.tick(demand(10, ahead=200, running=1))
+    assert kinds(scene.hands.log) == "m"
+    assert scene.ticker.growable_bytes == 2 * EXTENT_BYTES
+
+
+def test_the_first_request_is_let_in_whatever_it_may_generate():
+    """SGLang clipped it to the virtual capacity; the ledger lets this engine have less."""
+    scene = Scene(FakeHands(room_bytes=0, ceiling_bytes=EXTENT_BYTES))
+    scene.tick(Demand(prefill=40, chunk=40, head_prompt=40, head_total=40 + 5000, waiting=1))
+    assert scene.space.free_list.available_size() > 5040
+    scene.tick(Demand(prefill=100, chunk=100, head_prompt=100, head_total=5100, waiting=1))
+    assert scene.space.free_list.available_size() == FREE_AT_START
+
+
+def test_an_order_that_failed_leaves_everything_as_it_was():
+    scene = Scene()
+    scene.hands.fail_next = "no page"
+    scene.tick(demand(10, ahead=100, running=1))
+    scene.hands.carry_out()
+    scene.tick(demand(10, ahead=100, running=1))
+    assert scene.space.free_tokens == FREE_AT_START
+    assert scene.ticker.statistics.failed_orders == 1
+    scene.settle(demand(10, ahead=100, running=1), ticks=5)
+    assert scene.space.free_tokens >= 110
+
+
+def test_growth_pauses_after_a_failure():
+    scene = Scene()
+    scene.hands.fail_next = "no page"
+    wanted = demand(10, ahead=100, running=1)
+    scene.tick(wanted)
+    scene.hands.carry_out()
+    for _ in range(5):
+        scene.tick(wanted, after_seconds=0.001)
+        scene.hands.carry_out()
+    assert kinds(scene.hands.log) == "m"
+    scene.tick(wanted, after_seconds=0.03)
+    assert kinds(scene.hands.log) == "mm"
+
+
+def test_surplus_leaves_after_a_quiet_moment():
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    scene.hands.carry_out()
+    scene.tick(after_seconds=0.1)
+    assert kinds(scene.hands.log) == "m"
+    scene.settle()
+    assert scene.num_resident == 1
+    assert scene.space.extents.num_absent == 31
+
+
+def test_a_busy_engine_keeps_one_extent_more_than_it_needs():
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    scene.settle(demand(10, running=1))
+    assert scene.num_resident == 2
+
+
+def test_extents_in_use_stay():
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    held = scene.space.free_list.alloc(300)
+    scene.settle()
+    assert scene.num_resident == 5
+    scene.space.free_list.free(held)
+    scene.settle()
+    assert scene.num_resident == 1
+
+
+def test_what_is_owed_leaves_at_once_and_only_that():
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    scene.hands.owed_bytes = 3 * EXTENT_BYTES
+    scene.hands.say()
+    scene.tick(demand(10, running=1))
+    retire = scene.hands.log[-1]
+    assert isinstance(retire, Retire)
+    assert retire.block_ranges == ((13, 16),)
+    scene.tick(demand(10, running=1))
+    assert kinds(scene.hands.log) == "mr"  # what is on its way out counts
+
+
+def test_retired_extents_are_absent_only_once_they_are_unmapped():
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    scene.hands.owed_bytes = 3 * EXTENT_BYTES
+    scene.hands.say()
+    scene.tick()
+    assert scene.space.extents.num_moving == 3
+    scene.hands.owed_bytes = 0
+    scene.hands.carry_out()
+    scene.tick()
+    assert scene.space.extents.num_moving == 0
+
+
+def fill_cache(scene: Scene, num_tokens: int) -> None:
+    """Resident pages whose content is cached, oldest first."""
+    pages = scene.space.free_list.alloc(num_tokens).tolist()
+    scene.cache.held.extend(pages[i : i + 32] for i in range(0, len(pages), 32))
+
+
+def test_what_is_owed_comes_from_the_cache_where_nothing_is_free():
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    fill_cache(scene, scene.space.free_tokens)
+    scene.hands.owed_bytes = 2 * EXTENT_BYTES
+    scene.hands.say()
+    scene.tick()
+    assert kinds(scene.hands.log) == "mr"
+    assert scene.ticker.statistics.evicted_tokens >= 2 * EXTENT_TOKENS
+
+
+def test_the_cache_is_kept_down_to_its_floor():
+    scene = Scene(policy=CachePolicy(floor_bytes=4 * EXTENT_BYTES))
+    scene.tick(demand(1000, running=10))
+    fill_cache(scene, scene.space.free_tokens)
+    scene.hands.owed_bytes = 15 * EXTENT_BYTES
+    for _ in range(20):
+        scene.hands.say()
+        scene.tick()
+    assert scene.cache.evictable(scene.space) > 4 * EXTENT_TOKENS - 32  # what one eviction may take beyond what it is asked
+    assert scene.cache.evictable(scene.space) < 5 * EXTENT_TOKENS
+
+
+def test_cached_content_stays_while_nobody_wants_the_memory():
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    fill_cache(scene, scene.space.free_tokens)
+    scene.settle()
+    assert scene.num_resident == 16
+
+
+def test_cached_content_beyond_its_ceiling_leaves():
+    scene = Scene(policy=CachePolicy(ceiling_bytes=4 * EXTENT_BYTES))
+    scene.tick(demand(1000, running=10))
+    fill_cache(scene, scene.space.free_tokens)
+    scene.settle()
+    assert scene.cache.evictable(scene.space) <= 4 * EXTENT_TOKENS
+    assert scene.num_resident <= 6
+
+
+def test_a_prompt_half_prefilled_keeps_what_it_was_promised():
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    scene.hands.owed_bytes = 15 * EXTENT_BYTES
+    scene.hands.say()
+    scene.tick(demand(pledged=500))
+    assert scene.space.free_tokens >= 500
+
+
+def test_debt_makes_the_engine_retract():
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    scene.space.free_list.alloc(scene.space.free_tokens - 50)
+    scene.hands.owed_bytes, scene.hands.must = 2 * EXTENT_BYTES, True
+    scene.hands.say()
+    scene.tick(demand(10, running=10))
+    assert scene.space.credit_tokens == -2 * EXTENT_TOKENS
+    assert scene.space.free_list.available_size() == 0
+    scene.hands.owed_bytes, scene.hands.must = 0, False
+    scene.hands.say()
+    scene.tick(demand(10, running=10))
+    assert scene.space.credit_tokens >= 0
+
+
+def test_an_allocation_beyond_the_bound_is_still_supplied():
+    scene = Scene()
+    scene.tick(demand(10, running=1))
+    assert scene.space.free_list.alloc(500) is not None
+
+
+def test_an_allocation_that_cannot_be_supplied_fails_natively_without_waiting():
+    scene = Scene(FakeHands(room_bytes=0, ceiling_bytes=EXTENT_BYTES))
+    scene.tick(demand(10, running=1))
+    assert scene.space.free_list.alloc(500) is None
+    assert scene.hands.waits == 0
+
+
+def test_unmet_demand_is_reported_at_once():
+    scene = Scene(FakeHands(room_bytes=2 * EXTENT_BYTES))
+    scene.hands.on_wait = lambda: None
+    scene.tick(demand(1000, running=10))
+    assert scene.hands.reports[-1].unmet_extents >= 12
+    assert scene.hands.reports[-1].busy
+
+
+def test_two_spaces_share_what_the_ledger_grants():
+    spaces = [make_space(), make_space(name="swa", window_tokens=100)]
+    scene = Scene(FakeHands(room_bytes=8 * EXTENT_BYTES), spaces=spaces)
+    scene.tick(Demand(prefill=150, chunk=50, pledged=150))
+    assert all(space.free_tokens >= 150 for space in spaces)
+    assert sum(space.extents.num_resident for space in spaces) == 6
+
+
+def test_sliding_window_needs_its_window_and_a_chunk_of_a_prompt():
+    swa = make_space(name="swa", window_tokens=100)
+    assert swa.step_tokens(Demand(decode=5, prefill=1000, chunk=50)) == 155
+    assert make_space().step_tokens(Demand(decode=5, prefill=1000, chunk=50)) == 1005
+
+
+def test_a_request_may_take_what_the_ceiling_leaves():
+    scene = Scene(FakeHands(ceiling_bytes=4 * EXTENT_BYTES))
+    scene.tick()
+    assert scene.ticker.ceiling_tokens == 4 * EXTENT_TOKENS
+    scene.hands.ceiling_bytes = NO_LIMIT
+    scene.hands.say()
+    scene.tick()
+    assert scene.ticker.ceiling_tokens == 32 * EXTENT_TOKENS - 1

@@ -73,7 +73,7 @@ def _load_nvml() -> ModuleType | None:
 def members(runtime_dir: Path) -> list[tuple[str, MemberStatistics]]:
     """Every member of every ledger in the directory, with its device."""
     found = []
-    for device_id in Ledger.device_ids(runtime_dir):
+    for device_id in Ledger.devices(runtime_dir):
         with closing(Ledger.open(device_id, None, runtime_dir=runtime_dir)) as ledger:
             found += [(device_id, member) for member in ledger.snapshot().members]
     return found

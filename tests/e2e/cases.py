@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -28,10 +28,10 @@ class Case:
     """One native server and one elastic server with the same model, flags and variables."""
 
     name: str
-    engine: Engine
+    engine: Engine = field(hash=False)
     family: str
     flags: tuple[str, ...] = ()
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict, hash=False)
     tensor_parallel: int = 1
 
     def why_not(self, num_gpus: int) -> str:
@@ -57,10 +57,10 @@ def cpu_cases() -> list[Case]:
 _CPU_THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "0", "OMP_NUM_THREADS": "1"}
 
 
-def select(cases: Iterable[Case], patterns: Iterable[str]) -> list[Case]:
-    """The cases whose name matches any shell pattern, in the matrix's order."""
-    wanted = list(patterns)
-    return [case for case in cases if any(fnmatchcase(case.name, pattern) for pattern in wanted)]
+def select(cases: Sequence[Case], patterns: Iterable[str]) -> list[Case]:
+    """The cases whose name matches a shell pattern, in the order of the patterns: what matters most goes first."""
+    matching = (case for pattern in patterns for case in cases if fnmatchcase(case.name, pattern))
+    return list(dict.fromkeys(matching))
 
 
 def _vllm_cases() -> Iterator[Case]:

@@ -14,6 +14,7 @@ from tests.e2e.checks import Check, Outcome, check_case
 from tests.e2e.run import MODES
 
 Records = Mapping[tuple[str, str], dict[str, Any]]
+Findings = dict[str, list[Check]]
 
 
 def read_records(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -22,28 +23,30 @@ def read_records(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return {(record["case"], record["mode"]): record for record in records}
 
 
-def write_report(out: Path, cases: Sequence[Case], records: Records, setup: Mapping[str, Any]) -> list[Check]:
+def write_report(out: Path, cases: Sequence[Case], records: Records, setup: Mapping[str, Any]) -> Findings:
     """Write ``report.md`` and ``report.json`` into ``out``.
 
     Returns:
-        Every check of every case that has both runs.
+        The checks of every case that has a run, by name.
     """
     findings = {
         case.name: check_case(*(records.get((case.name, mode)) for mode in MODES))
         for case in cases
         if any((case.name, mode) in records for mode in MODES)
     }
+    engines = dict.fromkeys(f"{record['engine']} {record['release']}" for record in records.values())
+    setup = {**setup, "engines": ", ".join(engines)}
     document = {
-        "setup": dict(setup),
+        "setup": setup,
         "cases": {
             name: [{"name": c.name, "of": c.of, "outcome": c.outcome.value, "detail": c.detail} for c in checks]
             for name, checks in findings.items()
         },
         "runs": [records[key] for key in sorted(records) if key[0] in findings],
     }
-    (out / "report.json").write_text(json.dumps(document, indent=1))
+    (out / "report.json").write_text(json.dumps(document))
     (out / "report.md").write_text("\n".join(_markdown(cases, findings, records, setup)) + "\n")
-    return [check for checks in findings.values() for check in checks]
+    return findings
 
 
 def summary(checks: Iterable[Check]) -> str:
@@ -52,9 +55,7 @@ def summary(checks: Iterable[Check]) -> str:
     return f"{counts[Outcome.PASS]} passed, {counts[Outcome.FAIL]} failed, {counts[Outcome.SKIP]} skipped"
 
 
-def _markdown(
-    cases: Sequence[Case], findings: Mapping[str, list[Check]], records: Records, setup: Mapping[str, Any]
-) -> Iterable[str]:
+def _markdown(cases: Sequence[Case], findings: Findings, records: Records, setup: Mapping[str, Any]) -> Iterable[str]:
     checks = [check for found in findings.values() for check in found]
     yield "# Correctness matrix"
     yield ""

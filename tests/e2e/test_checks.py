@@ -160,12 +160,19 @@ def test_the_report_names_failures_first_and_cases_not_run(tmp_path: Path) -> No
     for record in (run("native"), elastic):
         (runs / f"{record['mode']}.json").write_text(json.dumps(record))
     cases = select(gpu_cases(), [CASE.name, "vllm-mla-block-tp2"])
-    checks = write_report(tmp_path, cases, read_records(runs), {"GPUs": "1"})
+    (checks,) = write_report(tmp_path, cases, read_records(runs), {"GPUs": "1"}).values()
     report = (tmp_path / "report.md").read_text()
     assert sum(check.outcome is Outcome.FAIL for check in checks) == 1
     assert report.index("apc_1_tokens_equal") < report.index("## Set-up")
     assert "needs 2 GPUs, 1 here" in report
     assert json.loads((tmp_path / "report.json").read_text())["runs"][0]["passes"]
+
+
+def test_cases_are_selected_in_the_order_of_the_patterns() -> None:
+    names = [case.name for case in select(gpu_cases(), ["sglang-gqa", "vllm-gqa-*", "vllm-gqa-block", "sglang-*"])]
+    assert names[:2] == ["sglang-gqa", "vllm-gqa-block"]
+    assert len(set(names)) == len(names)
+    assert all(name.startswith("sglang") for name in names[names.index("vllm-gqa-default") + 1 :])
 
 
 def test_every_case_has_a_name_of_its_own_that_is_a_member_name() -> None:

@@ -110,7 +110,9 @@ class Lockstep(Agreement):
         return least
 
 
-def in_lockstep(num_ranks: int, make: Callable[[int, Agreement], Scene], steps: Callable[[int, Scene], None]) -> list[Scene]:
+def in_lockstep(
+    num_ranks: int, make: Callable[[int, Agreement], Scene], steps: Callable[[int, Scene], None]
+) -> list[Scene]:
     """Run the same steps on every rank, each in a thread.
 
     Returns:

@@ -146,5 +146,3 @@ def test_random_ranks_never_part(seed):
     in_lockstep(num_ranks, scenes_with(*(FakeHands() for _ in range(num_ranks))), steps)
     for step, rows in enumerate(zip(*seen, strict=True)):
         assert len(set(rows)) == 1, f"ranks part at step {step}"
-
-

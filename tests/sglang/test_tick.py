@@ -244,7 +244,9 @@ def test_the_cache_is_kept_down_to_its_floor():
     for _ in range(20):
         scene.hands.say()
         scene.tick()
-    assert scene.cache.evictable(scene.space) > 4 * EXTENT_TOKENS - 32  # what one eviction may take beyond what it is asked
+    assert (
+        scene.cache.evictable(scene.space) > 4 * EXTENT_TOKENS - 32
+    )  # what one eviction may take beyond what it is asked
     assert scene.cache.evictable(scene.space) < 5 * EXTENT_TOKENS
 
 

@@ -1,0 +1,215 @@
+"""Real SGLang engines in processes of their own, told by a test what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcached_core.ledger import Ledger, MemberStatistics
+
+from tests.models.text import VOCABULARY_SIZE
+from tests.sglang.conftest import STUBS
+
+KIB = 1 << 10
+MIB = 1 << 20
+START_SECONDS = 270
+ANSWER_SECONDS = 270
+
+Prompt = list[int]
+
+QUIET = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONWARNINGS": "ignore",
+    "PYTHONFAULTHANDLER": "1",
+    # SGLang's own checks, at every step: no page is lost, none is free twice, none is free and in use.
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    # Two ranks on one CPU, a core each.
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+}
+"""Of every engine here, so that a native and an elastic one differ in nothing else."""
+
+FLAGS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "skip_tokenizer_init": True,
+    "disable_cuda_graph": True,
+    "disable_custom_all_reduce": True,
+    "random_seed": 0,
+    "log_level": "info",
+    "mem_fraction_static": 0.9,
+    "max_running_requests": 16,
+    "chunked_prefill_size": 512,
+    "max_prefill_tokens": 512,
+    "watchdog_timeout": 240,
+}
+
+
+class EngineDied(Exception):
+    """An engine's process ended, or did not answer in time; with the end of its log."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one request came to."""
+
+    tokens: list[int]
+    finish: str
+    message: str
+    cached: int
+    retractions: int
+
+
+class Engine:
+    """One engine: its main process and what that starts.
+
+    Args:
+        model: Folder of the model.
+        log: File for what it prints.
+        settings: ``KVCACHED_*`` and others for its environment; None: the stock engine.
+        ranks: More settings, of each rank.
+        python_path: Before everything else on its ``PYTHONPATH``.
+        flags: Of ``sglang.Engine``.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        settings: Mapping[str, str] | None,
+        *,
+        ranks: Sequence[Mapping[str, str]] = (),
+        python_path: Sequence[Path] = (),
+        **flags: Any,
+    ) -> None:
+        self.log = log
+        elastic = settings is not None
+        path = os.pathsep.join(map(str, [*python_path, *filter(None, [os.environ.get("PYTHONPATH")]), STUBS]))
+        arguments = FLAGS | {"model_path": str(model)} | flags
+        ours, theirs = socket.socketpair()
+        with theirs, log.open("w") as output:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.sglang.engine_process",
+                    str(theirs.fileno()),
+                    json.dumps(arguments),
+                    json.dumps([dict(each) for each in ranks]),
+                ],
+                pass_fds=[theirs.fileno()],
+                env=_without_settings()
+                | QUIET
+                | dict(settings or {})
+                | {"ENABLE_KVCACHED": str(int(elastic)), "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._channel = ours
+        self._lines = ours.makefile("rw")
+
+    def wait_ready(self) -> Engine:
+        assert self.answer(START_SECONDS) == "ready"
+        return self
+
+    def ask(self, command: str, **arguments: Any) -> None:
+        """Begin something; `answer` waits for its end."""
+        print(json.dumps([command, arguments]), file=self._lines, flush=True)
+
+    def answer(self, deadline_seconds: float = ANSWER_SECONDS) -> Any:
+        self._channel.settimeout(deadline_seconds)
+        try:
+            line = self._lines.readline()
+        except (TimeoutError, ConnectionError) as error:
+            raise EngineDied(f"no answer ({error}){self._tail()}") from error
+        if not line:
+            raise EngineDied(f"it ended with {self.process.wait(30)}{self._tail()}")
+        return json.loads(line)
+
+    def do(self, command: str, **arguments: Any) -> Any:
+        self.ask(command, **arguments)
+        return self.answer()
+
+    def generate(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Result]:
+        """Run all at once, greedily, to exactly so many tokens."""
+        return [Result(**each) for each in self.do("generate", prompts=prompts, max_tokens=max_tokens)]
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """Let it end in order; nothing of it is left afterwards."""
+        self._lines.close()
+        self._channel.close()
+        try:
+            self.process.wait(60)
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to everything of it. Idempotent."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait(30)
+
+    def _tail(self) -> str:
+        return "\n  ".join(["; the end of its log:", *self.log_text().splitlines()[-40:]])
+
+
+def together(engines: Sequence[Engine], prompts: Sequence[Prompt], max_tokens: int) -> list[list[Result]]:
+    """Every engine's results for the same prompts; the engines work at the same time."""
+    for engine in engines:
+        engine.ask("generate", prompts=prompts, max_tokens=max_tokens)
+    return [[Result(**each) for each in engine.answer()] for engine in engines]
+
+
+def prompts(count: int, num_tokens: int, *, seed: int, shared: int = 0) -> list[Prompt]:
+    """Different prompts of the same length that begin with the same so many tokens."""
+    pick = random.Random(seed)
+    head = [pick.randrange(10, VOCABULARY_SIZE) for _ in range(shared)]
+    return [head + [pick.randrange(10, VOCABULARY_SIZE) for _ in range(num_tokens - shared)] for _ in range(count)]
+
+
+def members(ledger: Ledger, name: str) -> list[MemberStatistics]:
+    """The slots of this name, by rank."""
+    return sorted((each for each in ledger.snapshot().members if each.name == name), key=lambda each: each.rank)
+
+
+def until(condition: Callable[[], bool], what: str, deadline_seconds: float = 20.0) -> float:
+    """Seconds until a condition held, looked at every 2 ms."""
+    started = time.perf_counter()
+    while not condition():
+        waited = time.perf_counter() - started
+        assert waited < deadline_seconds, f"{what}: not within {deadline_seconds} s"
+        time.sleep(0.002)
+    return time.perf_counter() - started
+
+
+def resident_of(pid: int) -> int:
+    """Bytes of a process's memory that are really there."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) * KIB
+    raise AssertionError(f"process {pid} has no Rss")
+
+
+def _without_settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if "KVCACHED" not in name}

@@ -1,0 +1,244 @@
+"""One real engine against the stock one: the same tokens whatever happens to its memory.
+
+SGLang's own checks run at every step and end the engine at the first page that is lost, free twice, or free and in use.
+A token takes 4 KiB of KV cache. The engines start once and every test leaves its limits as they were, so the order of
+tests does not matter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from kvcached_core.ledger import Ledger
+
+from tests.sglang.engine import KIB, MIB, Engine, Result, members, prompts, resident_of, together, until
+
+NAME = "gqa"
+BUDGET = 64 * MIB
+TOKEN = 4 * KIB
+CAPACITY = int(BUDGET * 0.9) // TOKEN
+EXTENT = 8 * 32 * KIB  # a page of each of four layers' K and V
+
+
+@dataclass
+class Pair:
+    """The stock engine, the elastic one, and the ledger that the latter is in."""
+
+    native: Engine
+    elastic: Engine
+    ledger: Ledger
+
+    def check_equal(self, requests: list[list[int]], max_tokens: int) -> list[Result]:
+        native, elastic = together([self.native, self.elastic], requests, max_tokens)
+        assert all(len(each.tokens) == max_tokens for each in native)
+        assert [each.tokens for each in elastic] == [each.tokens for each in native]
+        return elastic
+
+    @property
+    def resident_bytes(self) -> int:
+        return members(self.ledger, NAME)[0].resident_bytes
+
+    def limit(self, ceiling_bytes: int) -> None:
+        self.ledger.set_limits(NAME, ceiling_bytes=ceiling_bytes)
+
+    def reset(self) -> None:
+        """No limit, no cached prefix; the elastic engine has followed."""
+        self.limit(BUDGET)
+        for engine in (self.native, self.elastic):
+            assert engine.do("flush_cache")
+        until(lambda: self.resident_bytes <= MIB, "memory back after the cache was flushed")
+
+
+def settings(runtime_dir: Path, name: str = NAME, **more: str) -> dict[str, str]:
+    return {
+        "KVCACHED_STRICT": "1",
+        "KVCACHED_NAME": name,
+        "KVCACHED_HOST_BUDGET": str(BUDGET),
+        "KVCACHED_PAGE_SIZE": str(32 * KIB),
+        "KVCACHED_RUNTIME_DIR": str(runtime_dir),
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def engines(gqa_model: Path, tmp_path_factory: pytest.TempPathFactory, module_runtime_dir: Path) -> Iterator[Pair]:
+    logs = tmp_path_factory.mktemp("engines")
+    native = Engine(gqa_model, logs / "native.log", None, max_total_tokens=CAPACITY)
+    elastic = Engine(gqa_model, logs / "elastic.log", settings(module_runtime_dir))
+    try:
+        native.wait_ready()
+        elastic.wait_ready()
+        ledger = Ledger.open("host", None, runtime_dir=module_runtime_dir)
+        yield Pair(native, elastic, ledger)
+        elastic.stop()
+        until(lambda: ledger.snapshot().members == (), "the ledger empty after the engine ended")
+        ledger.close()
+    finally:
+        native.kill()
+        elastic.kill()
+
+
+def test_it_says_that_it_is_on(engines: Pair):
+    [line] = [line for line in engines.elastic.log_text().splitlines() if "kvcached 0" in line]
+    assert "is on: SGLang 0.5.23, member gqa on host, virtual capacity 57." in line
+
+
+def test_its_capacity_is_its_own_and_not_what_is_free(engines: Pair):
+    assert engines.elastic.do("capacity") == CAPACITY
+
+
+def test_an_idle_engine_holds_next_to_nothing(engines: Pair):
+    engines.reset()
+    assert engines.resident_bytes <= EXTENT
+
+
+def test_plain(engines: Pair):
+    engines.check_equal(prompts(6, 50, seed=1) + prompts(2, 700, seed=2), 48)
+    engines.reset()
+
+
+def test_one_at_a_time_and_cached_prefixes(engines: Pair):
+    for request in prompts(4, 600, seed=3, shared=500):
+        [result] = engines.check_equal([request], 24)
+    assert result.cached >= 490
+    engines.reset()
+
+
+def test_cached_prefixes_at_once(engines: Pair):
+    engines.check_equal(prompts(1, 500, seed=4), 8)
+    results = engines.check_equal(prompts(8, 600, seed=4, shared=500), 24)
+    assert all(result.cached >= 490 for result in results)
+    engines.reset()
+
+
+def test_more_than_the_ceiling_holds_is_retracted_and_right(engines: Pair):
+    """Sixteen requests that need twice what they may have: SGLang retracts, and every answer is right."""
+    engines.limit(8 * MIB)
+    results = engines.check_equal(prompts(16, 100, seed=5), 160)
+    assert engines.resident_bytes <= 8 * MIB
+    assert sum(result.retractions for result in results) > 0
+    engines.reset()
+
+
+def test_a_cache_larger_than_the_ceiling_is_evicted(engines: Pair):
+    engines.limit(6 * MIB)
+    for seed in range(6, 12):
+        engines.check_equal(prompts(1, 700, seed=seed), 16)
+        assert engines.resident_bytes <= 6 * MIB
+    engines.reset()
+
+
+def test_chunked_prompts_at_the_ceiling(engines: Pair):
+    """Prompts of three chunks each, that together need more than there is."""
+    engines.limit(10 * MIB)
+    engines.check_equal(prompts(4, 1400, seed=12), 32)
+    engines.reset()
+
+
+def test_a_prompt_beyond_the_ceiling_is_refused_in_words(engines: Pair):
+    engines.limit(4 * MIB)
+    until(lambda: engines.resident_bytes <= 4 * MIB, "the lower ceiling followed")
+    time.sleep(0.2)  # a tick of the idle loop agrees on it
+    [result] = engines.elastic.generate(prompts(1, 1500, seed=13), 8)
+    assert result.finish == "abort"
+    assert "this engine's ceiling leaves" in result.message
+    engines.reset()
+
+
+def test_what_a_request_may_generate_beyond_the_ceiling_does_not_keep_it_waiting(engines: Pair):
+    """SGLang clips to the virtual capacity of 14745 tokens; the ceiling leaves 1500."""
+    engines.limit(6 * MIB)
+    time.sleep(0.2)
+    [request] = prompts(1, 300, seed=14)
+    engines.elastic.ask("storm", prompts=[request, request], max_tokens=5000, abort_after_seconds=1.0)
+    [result] = engines.elastic.answer()
+    assert len(result["tokens"]) > 500
+    engines.reset()
+
+
+def test_abort_storms(engines: Pair):
+    requests = prompts(24, 120, seed=15)
+    expected = engines.native.generate(requests[::2], 40)
+    for delay in (0.0, 0.15, 0.5):
+        outputs = engines.elastic.do("storm", prompts=requests, max_tokens=40, abort_after_seconds=delay)
+        assert [output["tokens"] for output in outputs] == [result.tokens for result in expected]
+    engines.check_equal(requests[:4], 24)
+    engines.reset()
+
+
+def test_memory_is_really_unmapped_after_a_flush(engines: Pair):
+    pid = members(engines.ledger, NAME)[0].pid
+    engines.reset()
+    before = resident_of(pid)
+    engines.check_equal(prompts(10, 600, seed=16), 16)
+    held = engines.resident_bytes
+    assert held >= 20 * MIB
+    assert resident_of(pid) - before >= 0.9 * held
+    engines.reset()
+    assert resident_of(pid) - before <= 0.2 * held
+
+
+def test_a_ceiling_lowered_while_idle_is_followed_with_no_request(engines: Pair):
+    engines.check_equal(prompts(10, 600, seed=17), 16)
+    assert engines.resident_bytes >= 20 * MIB
+    engines.limit(5 * MIB)
+    assert until(lambda: engines.resident_bytes <= 5 * MIB, "a lowered ceiling followed") < 2.0
+    engines.check_equal(prompts(10, 600, seed=17)[:1], 16)
+    engines.reset()
+
+
+def test_releasing_and_resuming_twenty_times(engines: Pair):
+    request = prompts(1, 400, seed=18)
+    expected = [result.tokens for result in engines.native.generate(request, 24)]
+    for _ in range(20):
+        assert [result.tokens for result in engines.elastic.generate(request, 24)] == expected
+        engines.elastic.do("release")
+        until(lambda: engines.resident_bytes <= MIB, "memory back after a release")
+        engines.elastic.do("resume")
+    engines.reset()
+
+
+def test_usage_means_used_of_what_can_be_had(engines: Pair):
+    engines.limit(8 * MIB)
+    engines.elastic.ask("generate", prompts=prompts(12, 100, seed=19), max_tokens=400)
+    engines.elastic.answer()
+    usages = [
+        float(line.split("token usage: ")[1].split(",")[0])
+        for line in engines.elastic.log_text().splitlines()
+        if "Decode batch" in line and "token usage: " in line
+    ]
+    assert 0.7 < max(usages) <= 1.0
+    engines.native.generate(prompts(12, 100, seed=19), 400)
+    engines.reset()
+
+
+def test_a_neighbour_of_the_same_flags_has_the_same_capacity_and_memory_moves_both_ways(
+    engines: Pair, gqa_model: Path, tmp_path: Path, module_runtime_dir: Path
+):
+    """V19, and two engines that neither could fill their budget alone."""
+    engines.check_equal(prompts(14, 900, seed=20), 8)
+    assert engines.resident_bytes > BUDGET * 0.6
+    neighbour = Engine(gqa_model, tmp_path / "neighbour.log", settings(module_runtime_dir, "neighbour"))
+    try:
+        neighbour.wait_ready()
+        assert neighbour.do("capacity") == CAPACITY
+        [slot] = members(engines.ledger, "neighbour")
+        requests = prompts(12, 900, seed=21)
+        expected = engines.native.generate(requests, 8)
+        assert [each.tokens for each in neighbour.generate(requests, 8)] == [each.tokens for each in expected]
+        [slot] = members(engines.ledger, "neighbour")
+        assert slot.resident_bytes > BUDGET * 0.4
+        assert slot.resident_bytes + engines.resident_bytes <= BUDGET
+        engines.check_equal(prompts(12, 900, seed=22), 8)
+        [slot] = members(engines.ledger, "neighbour")
+        assert engines.resident_bytes > BUDGET * 0.4
+        assert slot.resident_bytes + engines.resident_bytes <= BUDGET
+        neighbour.stop()
+    finally:
+        neighbour.kill()
+    until(lambda: not members(engines.ledger, "neighbour"), "the neighbour out of the ledger", 5.0)
+    engines.reset()

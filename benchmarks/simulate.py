@@ -325,7 +325,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         axis.set(title=title, xlabel="engines on the device", xscale="log")
         axis.set_xticks(MEMBERS, [str(count) for count in MEMBERS], minor=False)
         axis.minorticks_off()
-    axes[-1].set_yscale("symlog", linthresh=1)
+    axes[-1].set_yscale("log")
     axes[0].legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

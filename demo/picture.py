@@ -75,4 +75,4 @@ def _draw_phases(both: tuple[Axes, Axes], course: Course, start: float) -> None:
         narrow = span.ended - span.started < NARROW * length
         title = span.title.replace(" ", "\n") if narrow else span.title
         middle = (span.started + span.ended) / 2 - start
-        both[0].annotate(title, (middle, 1), xycoords=("data", "axes fraction"), ha="center", va="top")
+        both[0].annotate(title, (middle, 1), xycoords=("data", "axes fraction"), ha="center", va="top", fontsize=9)

@@ -55,6 +55,7 @@ class Scale:
     """How much is asked of which model.
 
     Attributes:
+        model: Its name as people know it.
         budget_bytes: What both servers share. One phase's requests of one server would fill it alone.
         alone: Requests in a phase of one server.
         both: Requests per server in the phase of both.
@@ -69,8 +70,8 @@ class Scale:
 
 
 # SmolLM2-135M keeps 22.5 KiB of KV per token, a prompt here has about 1,100 tokens: 25 MiB. The tiny model keeps 2 KiB.
-FULL = Scale("smollm2", 320 * MIB, prompt_words=800, output_tokens=24, alone=16, both=12)
-QUICK = Scale("tiny-llama", 24 * MIB, prompt_words=300, output_tokens=8, alone=16, both=8)
+FULL = Scale("SmolLM2-135M-Instruct", 320 * MIB, prompt_words=800, output_tokens=24, alone=16, both=12)
+QUICK = Scale("a tiny random Llama", 24 * MIB, prompt_words=300, output_tokens=8, alone=16, both=8)
 
 
 def phases(scale: Scale) -> list[Phase]:
@@ -81,7 +82,7 @@ def phases(scale: Scale) -> list[Phase]:
         Phase("A idle", seconds=4.0),
         Phase("B loaded", loads["B"].take(scale.alone)),
         Phase("both", loads["A"].take(scale.both) + loads["B"].take(scale.both)),
-        Phase("caches dropped", seconds=5.0, drops_caches=True),
+        Phase("caches dropped", seconds=6.0, drops_caches=True),
     ]
 
 

@@ -271,7 +271,10 @@ def main(words: Sequence[str] | None = None) -> int:
         "requests": ", ".join(f"{name} {count}" for name, count in pair.num_requests.items()),
         "MiB a request": ", ".join(f"{name} {count >> 20}" for name, count in pair.request_bytes.items()),
     }
-    _write(out, setup, checks, record, timeline, {name: server.command for name, server in servers.items()})
+    commands = {
+        role.name: role.engine.command("python3", Path("models") / role.family, 8000, role.flags) for role in roles
+    }
+    _write(out, setup, checks, record, timeline, commands)
     print(f"{out / 'pair.md'}: {summary(checks)}", flush=True)
     return int(any(check.outcome is Outcome.FAIL for check in checks))
 

@@ -13,6 +13,9 @@ from kvcached_core.ledger import Ledger, MemberStatistics
 
 from tests.e2e.server import Server
 
+QUIET_SECONDS = 1.0
+PATIENCE_SECONDS = 4.0
+
 
 class Nvml:
     """The driver's own figures, or None for each where there is no NVIDIA device."""
@@ -100,15 +103,21 @@ class Readings:
         }
 
     def settle(self, *, below_bytes: int, deadline_seconds: float) -> dict[str, Any]:
-        """Wait until less than ``below_bytes`` is resident and no longer falls; at the deadline, what is there then."""
+        """Wait until memory no longer leaves; at the deadline, what is there then.
+
+        It no longer leaves when nothing has changed for `QUIET_SECONDS`, or, as long as it is not below
+        ``below_bytes``, for `PATIENCE_SECONDS`: giving back begins a moment after the reason for it.
+        """
         deadline = time.monotonic() + deadline_seconds
-        reading = self.take()
+        reading, since = self.take(), time.monotonic()
         while time.monotonic() < deadline:
-            time.sleep(1.0)
-            before, reading = reading, self.take()
-            if reading["resident_bytes"] in (0, before["resident_bytes"]) and before["resident_bytes"] < below_bytes:
-                break
-            if below_bytes == 0:
+            time.sleep(0.25)
+            now = self.take()
+            if now["resident_bytes"] != reading["resident_bytes"]:
+                since = time.monotonic()
+            reading = now
+            quiet = QUIET_SECONDS if reading["resident_bytes"] < below_bytes else PATIENCE_SECONDS
+            if time.monotonic() - since >= quiet:
                 break
         return reading
 

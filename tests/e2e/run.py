@@ -70,7 +70,8 @@ def run_case(case: Case, mode: Mode, installed: Installed, place: Place) -> dict
         "release": installed.release,
         "family": case.family,
         "tensor_parallel": case.tensor_parallel,
-        "command": command,
+        # As anybody would type it: where this machine keeps its interpreters and models says nothing.
+        "command": case.engine.command("python3", Path("models") / case.family, 8000, case.flags),
         "variables": {**variables, **ours},
         "log": f"{case.name}.{mode}.log",
         "started_at": time.time(),

@@ -41,7 +41,6 @@ class Server:
         self, name: str, command: Sequence[str], variables: Mapping[str, str], *, port: int, log: Path, cwd: Path
     ) -> None:
         self.name = name
-        self.command = tuple(command)
         self.port = port
         self.log = log
         self.started = time.monotonic()
@@ -50,7 +49,7 @@ class Server:
             # Its own session: the process group gets the interrupt as from a terminal, and every descendant, also
             # one whose parent has died, is found by the session's id.
             self._process = subprocess.Popen(
-                self.command,
+                [*command],
                 env={**_surroundings(), **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from kvcached_core.arena import Arena
+from kvcached_core.backends.host import HostBackend
 from kvcached_core.errors import LedgerError
 from kvcached_core.ledger import Account, Ledger, LedgerStatistics
 
@@ -55,9 +57,19 @@ class MemberProcess:
     def stops(self) -> bool:
         """Wait until the kernel has it stopped (True), or it has answered (False)."""
         while not self._pipe.poll(0.0005):
-            if Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            if self._state() == "T":
                 return True
         return False
+
+    def ended(self) -> bool:
+        """Whether the kernel has ended it: its memory and its locks are gone."""
+        return self._state() in ("Z", "X", "")
+
+    def _state(self) -> str:
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
 
     def end(self) -> None:
         """Kill it if it still runs."""
@@ -136,54 +148,73 @@ class Program:
             self.writes_left = None
             self.pipe.send(result)
 
-    # --- as it likes -----------------------------------------------------------------------------------------------
 
-    def live(self, seed: int) -> None:
-        """Grow, shrink, load and report at random until killed; give back what its allowance says."""
-        choose = random.Random(seed)
+class Life:
+    """A member that grows, shrinks, loads and reports at random until it is killed, with real pages of the host."""
+
+    NUM_PAGES = 64
+
+    def __init__(self, runtime_dir: Path, total_bytes: int, seed: int) -> None:
+        self._choose = random.Random(seed)
+        self._page_bytes = total_bytes // self.NUM_PAGES
+        self._arena = Arena(HostBackend(total_bytes), total_bytes, self._page_bytes)
+        self._resident: list[int] = []
+        self._ledger = Ledger.open("host", total_bytes, runtime_dir=runtime_dir)
+        self._account = self._ledger.join("m", engine="test")
+
+    def live(self) -> None:
         acts = (self._grow, self._shrink, self._follow, self._load, self._rejoin)
-        unit = self.ledger.snapshot().total_bytes // 64
-        self.join("m")
         while True:
-            [act] = choose.choices(acts, (8, 4, 8, 1, 0.2))
-            act(choose, unit)
-            time.sleep(choose.expovariate(200))
+            [act] = self._choose.choices(acts, (8, 4, 8, 1, 0.2))
+            act()
+            time.sleep(self._choose.expovariate(200))
 
-    def _grow(self, choose: random.Random, unit: int) -> None:
-        assert self.account is not None
-        asked = choose.randrange(8) * unit
-        granted = self.grow(asked)
-        self._report(choose, asked - granted)
+    def _grow(self) -> None:
+        asked = self._choose.randrange(8) * self._page_bytes
+        granted = self._account.lease(asked)
+        pages = sorted(set(range(self.NUM_PAGES)) - set(self._resident))[: granted // self._page_bytes]
+        created = self._arena.map([range(page, page + 1) for page in pages]) * self._page_bytes
+        self._account.created(created)
+        self._account.give_back(granted - created)
+        self._resident += pages
+        self._report(unmet=asked - created)
 
-    def _shrink(self, choose: random.Random, _: int) -> None:
-        assert self.account is not None
-        self.shrink(choose.randint(0, self.account.created_bytes))
+    def _shrink(self, num_pages: int | None = None) -> None:
+        most = len(self._resident)
+        pages = self._choose.sample(self._resident, self._choose.randint(0, most) if num_pages is None else num_pages)
+        num_bytes = len(pages) * self._page_bytes
+        self._account.destroyed(num_bytes)
+        assert self._arena.unmap([range(page, page + 1) for page in pages]) == len(pages)
+        self._account.give_back(num_bytes)
+        self._resident = sorted(set(self._resident) - set(pages))
 
-    def _follow(self, choose: random.Random, _: int) -> None:
-        assert self.account is not None
-        allowance = self.account.allowance()
-        self.shrink(max(0, self.account.lease_bytes - allowance.target_bytes))
-        self._report(choose, 0)
+    def _follow(self) -> None:
+        surplus = max(0, self._account.lease_bytes - self._account.allowance().target_bytes)
+        self._shrink(min(len(self._resident), -(-surplus // self._page_bytes)))
+        self._report(unmet=0)
 
-    def _load(self, choose: random.Random, unit: int) -> None:
-        self.load(choose.randrange(4) * unit, choose.choice((0.0, 0.1)))
+    def _load(self) -> None:
+        num_bytes = self._choose.randrange(4) * self._page_bytes
+        try:
+            self._account.static_lease(num_bytes, deadline_seconds=self._choose.choice((0.0, 0.1)))
+        except LedgerError:
+            return
+        self._account.static_used(num_bytes)
 
-    def _rejoin(self, _: random.Random, __: int) -> None:
-        assert self.account is not None
-        name = self.account.asked_name
-        self.leave()
-        self.join(name)
+    def _rejoin(self) -> None:
+        self._shrink(len(self._resident))
+        self._account.leave()
+        self._account = self._ledger.join("m", engine="test")
 
-    def _report(self, choose: random.Random, unmet: int) -> None:
-        assert self.account is not None
-        created = self.account.created_bytes
-        free = choose.randint(0, created)
-        self.account.report(
+    def _report(self, unmet: int) -> None:
+        created = self._account.created_bytes
+        free = self._choose.randint(0, created)
+        self._account.report(
             demand_bytes=created - free + unmet,
             unmet_bytes=unmet,
             free_bytes=free,
-            cached_bytes=choose.randint(0, created - free),
-            busy=choose.random() < 0.5,
+            cached_bytes=self._choose.randint(0, created - free),
+            busy=self._choose.random() < 0.5,
         )
 
 
@@ -191,8 +222,8 @@ def serve(pipe: Connection, runtime_dir: Path, total_bytes: int) -> None:
     Program(pipe, runtime_dir, total_bytes).serve()
 
 
-def live(pipe: Connection, runtime_dir: Path, total_bytes: int, seed: int) -> None:
-    Program(pipe, runtime_dir, total_bytes).live(seed)
+def live(_: Connection, runtime_dir: Path, total_bytes: int, seed: int) -> None:
+    Life(runtime_dir, total_bytes, seed).live()
 
 
 def watch(pipe: Connection, runtime_dir: Path, hertz: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from kvcached_core.config import Settings
+from kvcached_core.metrics import register as register_metrics
 
 from kvcached_sglang import hooks, metrics
 from kvcached_sglang.engine import Engine
@@ -67,6 +68,7 @@ class Plugin:
             rank=world_rank(),
             static_used_bytes=used,
         )
+        register_metrics(self._settings)
         self._static = StaticLease(self._member, used, args.mem_fraction_static)
         self._static.take(checkpoint_bytes(args))
 

@@ -93,12 +93,13 @@ def test_the_numbers_are_those_of_status(runtime_dir: Path) -> None:
 def test_a_server_exports_its_own_members_on_the_devices_that_it_uses(runtime_dir: Path) -> None:
     with (
         Follower(runtime_dir, "mine", engine_id="mine"),
+        Follower(runtime_dir, "my-second-engine", engine_id="mine/1"),
         Follower(runtime_dir, "other", engine_id="other"),
         Follower(runtime_dir, "elsewhere", engine_id="other", device_id=GPU_ID),
     ):
         exported = scraped(Reader(runtime_dir, "mine"))
     labels = [dict(labels) for _, labels in exported]
-    assert {each["member"] for each in labels if "member" in each} == {"mine"}
+    assert {each["member"] for each in labels if "member" in each} == {"mine", "my-second-engine"}
     assert {each["gpu_uuid"] for each in labels} == {"host"}
 
 

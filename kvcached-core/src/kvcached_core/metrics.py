@@ -112,7 +112,8 @@ class Reader:
 
     Args:
         runtime_dir: Where the ledgers are.
-        engine_id: Whose members are read; they may join later.
+        engine_id: Whose members are read, those under ``ENGINE_ID/…`` too (a server with several engines); they may
+            join later.
     """
 
     def __init__(self, runtime_dir: Path, engine_id: str) -> None:
@@ -146,6 +147,9 @@ class Reader:
 
     def _is_own(self, member: MemberStatistics) -> bool:
         """A process may hold several engines of one id: each appends a part of its own."""
+        return member.member_id.partition("/")[0] == self._engine_id
+
+    def _owns(self, member: MemberStatistics) -> bool:
         return member.member_id.partition("/")[0] == self._engine_id
 
     def _snapshot(self, device_id: str) -> LedgerStatistics | None:

@@ -16,6 +16,7 @@ DRIVER_SHARE = 0.8
 """Of what the ledger says came back, the driver must show at least this: the engine allocates beside its cache."""
 
 INTERRUPTED = (0, 130, -2)  # a normal exit, the shell's code for SIGINT, death by it
+CRASHED = (-4, -6, -7, -8, -11)  # SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV
 
 
 class Outcome(Enum):

@@ -134,6 +134,12 @@ def kill_all() -> None:
         server.kill()
 
 
+def kill_all_and_interrupt(_number: int, _frame: object) -> None:
+    """A signal handler for programs that wait for answers in threads: without their servers those end at once."""
+    kill_all()
+    raise KeyboardInterrupt
+
+
 def free_port() -> int:
     """A port that nothing listens on now."""
     with socket.socket() as probe:

@@ -117,7 +117,7 @@ def _sglang_bench(side: Side, load: Load, seed: int, result: Path) -> list[str]:
         *("--dataset-name", "random-ids", "--random-input-len", str(load.input_tokens)),
         *("--random-output-len", str(load.output_tokens), "--random-range-ratio", "1"),
         *("--num-prompts", str(load.num_prompts), "--max-concurrency", str(load.concurrency), "--seed", str(seed)),
-        *("--output-file", str(result), "--disable-tqdm", "--warmup-requests", "0"),
+        *("--output-file", str(result), "--disable-tqdm", "--warmup-requests", "0", "--tokenize-prompt"),
     ]
 
 

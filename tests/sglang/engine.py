@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -82,6 +83,7 @@ class Engine:
         log: File for what it prints.
         settings: ``KVCACHED_*`` and others for its environment; None: the stock engine.
         ranks: More settings, of each rank.
+        extra: More of the environment, also of the stock engine.
         python_path: Before everything else on its ``PYTHONPATH``.
         flags: Of ``sglang.Engine``.
     """
@@ -94,6 +96,7 @@ class Engine:
         *,
         ranks: Sequence[Mapping[str, str]] = (),
         python_path: Sequence[Path] = (),
+        extra: Mapping[str, str] | None = None,
         **flags: Any,
     ) -> None:
         self.log = log
@@ -114,6 +117,7 @@ class Engine:
                 pass_fds=[theirs.fileno()],
                 env=_without_settings()
                 | QUIET
+                | dict(extra or {})
                 | dict(settings or {})
                 | {"ENABLE_KVCACHED": str(int(elastic)), "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
@@ -164,10 +168,8 @@ class Engine:
 
     def kill(self) -> None:
         """SIGKILL to everything of it. Idempotent."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait(30)
 
     def _tail(self) -> str:

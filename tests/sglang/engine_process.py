@@ -2,8 +2,8 @@
 
     python -m tests.sglang.engine_process FD '{"model_path": …}' '[{"KVCACHED_CEILING": "4MiB"}, …]'
 
-FD is a socket of JSON lines: a command comes, its answer goes back. The scheduler of each rank is a process of its own, as
-in a server. The last argument holds settings of single ranks, for tests of ranks that differ.
+FD is a socket of JSON lines: a command comes, its answer goes back. The scheduler of each rank is a process of its own,
+as in a server. The last argument holds settings of single ranks, for tests of ranks that differ.
 """
 
 from __future__ import annotations
@@ -35,26 +35,27 @@ class Commands:
 
     def generate(self, prompts: list[list[int]], max_tokens: int) -> list[dict[str, Any]]:
         """Run all at once; what each came to, in the order of the prompts."""
-        outputs = self._engine.generate(input_ids=prompts, sampling_params=_greedy(max_tokens))
-        return [_result(output) for output in outputs]
+        return self._engine.loop.run_until_complete(self._run(prompts, max_tokens, None))
 
-    def storm(self, prompts: list[list[int]], max_tokens: int, abort_after_seconds: float) -> list[Any]:
-        """Run all at once, and after a while abort every second one; what the others came to."""
-        return self._engine.loop.run_until_complete(self._storm(prompts, max_tokens, abort_after_seconds))
+    def storm(self, prompts: list[list[int]], max_tokens: int, abort_after_seconds: float) -> list[dict[str, Any]]:
+        """Run all at once, and after a while abort every second one; what each came to."""
+        return self._engine.loop.run_until_complete(self._run(prompts, max_tokens, abort_after_seconds))
 
-    async def _storm(self, prompts: list[list[int]], max_tokens: int, abort_after_seconds: float) -> list[Any]:
-        names = [f"storm-{os.urandom(4).hex()}-{number}" for number in range(len(prompts))]
+    async def _run(
+        self, prompts: list[list[int]], max_tokens: int, abort_after_seconds: float | None
+    ) -> list[dict[str, Any]]:
+        names = [f"{os.urandom(4).hex()}-{number}" for number in range(len(prompts))]
         tasks = [
             asyncio.create_task(
                 self._engine.async_generate(input_ids=prompt, sampling_params=_greedy(max_tokens), rid=name)
             )
             for name, prompt in zip(names, prompts, strict=True)
         ]
-        await asyncio.sleep(abort_after_seconds)
-        for name in names[1::2]:
-            self._engine.tokenizer_manager.abort_request(rid=name)
-        outputs = await asyncio.gather(*tasks)
-        return [_result(output) for output in outputs[::2]]
+        if abort_after_seconds is not None:
+            await asyncio.sleep(abort_after_seconds)
+            for name in names[1::2]:
+                self._engine.tokenizer_manager.abort_request(rid=name)
+        return [_result(output) for output in await asyncio.gather(*tasks, return_exceptions=True)]
 
     def flush_cache(self) -> bool:
         return bool(self._engine.flush_cache().success)
@@ -74,7 +75,11 @@ def _greedy(max_tokens: int) -> dict[str, Any]:
     return {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
 
 
-def _result(output: dict[str, Any]) -> dict[str, Any]:
+def _result(output: dict[str, Any] | BaseException) -> dict[str, Any]:
+    if isinstance(output, ValueError):  # how SGLang hands a refusal to its caller
+        return {"tokens": [], "finish": "abort", "message": str(output), "cached": 0, "retractions": 0}
+    if isinstance(output, BaseException):
+        raise output
     about = output["meta_info"]
     finish = about["finish_reason"]
     return {

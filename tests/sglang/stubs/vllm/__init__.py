@@ -1,1 +1,1 @@
-"""Stands in for vLLM, whose rotary embedding SGLang imports on a CPU and never calls with ``torch_native`` attention."""
+"""Stands in for vLLM, whose rotary embedding SGLang imports on a CPU and never calls with torch's own attention."""

@@ -1,0 +1,53 @@
+"""Every supported release of SGLang, really imported and really run: the same tokens elastic as native.
+
+The other releases than the installed one are unpacked from their wheels, in front of it on the path.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvcached_sglang.releases import TESTED_RELEASES
+
+from tests.sglang.engine import Engine, prompts
+from tests.sglang.test_engine import CAPACITY, settings
+
+OTHERS = [release for release in TESTED_RELEASES if release != importlib.metadata.version("sglang")]
+
+
+def unpacked(release: str) -> Path:
+    """The release's wheel, unpacked in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcached" / "sglang" / release
+    if not (cache / "sglang").is_dir():
+        target = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--target", str(cache)]
+        subprocess.run([*target, f"sglang=={release}"], check=True, timeout=300)
+    return cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", OTHERS)
+def test_elastic_equals_native(release: str, gqa_model: Path, tmp_path: Path, runtime_dir: Path):
+    requests = prompts(6, 120, seed=1) + prompts(2, 900, seed=2)
+    tokens = []
+    for name, environment in (("native", None), ("elastic", settings(runtime_dir, KVCACHED_CEILING="6MiB"))):
+        engine = Engine(
+            gqa_model,
+            tmp_path / f"{name}.log",
+            environment,
+            python_path=[unpacked(release)],
+            **({} if environment else {"max_total_tokens": CAPACITY}),
+        )
+        try:
+            engine.wait_ready()
+            tokens.append([each.tokens for each in engine.generate(requests, 32)])
+            assert engine.do("flush_cache")
+            engine.stop()
+        finally:
+            engine.kill()
+    assert f"is on: SGLang {release}" in engine.log_text()
+    assert tokens[0] == tokens[1]

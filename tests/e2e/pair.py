@@ -339,17 +339,17 @@ def _write(
     lines += ["", "## Checks", "", "| check | of | outcome | detail |", "| --- | --- | --- | --- |"]
     ordered = sorted(checks, key=lambda check: check.outcome is not Outcome.FAIL)
     lines += [f"| {check.name} | {check.of} | {check.outcome.value} | {check.detail} |" for check in ordered]
+    lines += ["", "## Memory, phase by phase", ""]
     lines += [
-        "",
-        "## Memory at the end of each phase",
-        "",
-        "| phase | seconds | A MiB | B MiB | free in the driver MiB |",
+        "| phase | seconds | A at most, MiB | B at most, MiB | at the end A, B | free in the driver at least, MiB |"
     ]
-    lines += ["| --- | --- | --- | --- | --- |"]
+    lines += ["| --- | --- | --- | --- | --- | --- |"]
     for phase, seconds in record["phase_seconds"].items():
-        last = [sample for sample in timeline.samples if sample["phase"] == phase][-1]
-        device = "-" if last["driver_free_bytes"] is None else str(last["driver_free_bytes"] >> 20)
-        lines.append(f"| {phase} | {seconds} | {last['A'] >> 20} | {last['B'] >> 20} | {device} |")
+        samples = [sample for sample in timeline.samples if sample["phase"] == phase]
+        most = [max(sample[name] for sample in samples) >> 20 for name in ("A", "B")]
+        free = [sample["driver_free_bytes"] for sample in samples if sample["driver_free_bytes"] is not None]
+        last = f"{samples[-1]['A'] >> 20}, {samples[-1]['B'] >> 20}"
+        lines.append(f"| {phase} | {seconds} | {most[0]} | {most[1]} | {last} | {min(free) >> 20 if free else '-'} |")
     (out / "pair.md").write_text("\n".join(lines) + "\n")
 
 

@@ -104,11 +104,11 @@ class Actor:
         self._go = threading.Semaphore(0)
         self._parked = threading.Semaphore(0)
         self.ledger = Ledger(
-            lambda: LedgerFile.open(
+            lambda total_bytes, headroom_bytes: LedgerFile.open(
                 world.path,
                 world.device_id,
-                world.total_bytes,
-                world.headroom_bytes,
+                total_bytes,
+                headroom_bytes,
                 make_locks=lambda _: ActorLocks(world.table, self),
                 on_write=self._park,
                 clock=world.clock,

@@ -368,6 +368,12 @@ def test_a_name_that_cannot_be_shown_is_refused(world: World, name: str) -> None
         join(world, name)
 
 
+def test_an_id_that_would_be_cut_is_refused(world: World) -> None:
+    with pytest.raises(ConfigError, match="too long for the id"):
+        join(world, engine_id="x" * 64)
+    assert join(world, engine_id="x" * 63).member_id == "x" * 63
+
+
 def test_a_member_that_left_can_come_again(world: World) -> None:
     account = join(world)
     grow(account, 10)
@@ -658,6 +664,23 @@ def test_a_process_has_one_ledger_per_file_until_its_last_user_closes(runtime_di
         assert third.snapshot().members == ()
 
 
+def test_a_member_beside_an_onlooker_of_its_process_counts_with_its_own_headroom_and_driver(runtime_dir: Path) -> None:
+    Ledger.open("GPU-1", TOTAL, runtime_dir=runtime_dir).close()
+    with (
+        closing(Ledger.open("GPU-1", None, runtime_dir=runtime_dir)) as onlooker,
+        closing(
+            Ledger.open("GPU-1", TOTAL, runtime_dir=runtime_dir, headroom_bytes=100, driver_free=lambda: 700)
+        ) as ledger,
+    ):
+        assert ledger is onlooker
+        account = ledger.join("m", engine="test")
+        assert account.lease(TOTAL) == 600
+        ledger_path(runtime_dir, "GPU-1").unlink()
+        assert (
+            onlooker.snapshot().total_bytes == TOTAL
+        )  # it can make the file, though it was opened by one who could not
+
+
 def test_the_devices_of_a_directory(runtime_dir: Path) -> None:
     assert Ledger.devices(runtime_dir) == []
     for device_id in ("host", "GPU-2", "GPU-1"):
@@ -694,10 +717,11 @@ def test_members_go_on_without_their_file_and_meet_again_in_the_next_one(
     assert first.registered
     assert second.registered
     members = seen(world)
-    assert (members["first"].lease_bytes, members["first"].resident_bytes) == (250, 250)
+    assert (members["first"].lease_bytes, members["first"].resident_bytes) == (350, 250)
     assert (members["first"].static_lease_bytes, members["first"].static_used_bytes) == (50, 50)
     assert members["second"].lease_bytes == 200
-    assert second.lease(TOTAL) == 500
+    assert second.lease(TOTAL) == 400
+    first.created(100)  # what was leased before still may be used
     for name in ("first", "second"):
         told = [record.message for record in caplog.records if f" {name} goes on with what it holds" in record.message]
         assert len(told) == 1

@@ -33,6 +33,7 @@ from kvcached_core.ledger_file import (
     Texts,
     device_ids,
     ledger_path,
+    text_fits,
 )
 from kvcached_core.sizes import format_bytes
 
@@ -144,16 +145,22 @@ class Ledger:
 
     def __init__(
         self,
-        open_file: Callable[[], LedgerFile],
+        open_file: Callable[[int | None, int], LedgerFile],
         *,
         total_bytes: int | None,
         headroom_bytes: int = 0,
         driver_free: Callable[[], int] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """For tests that stand in for the kernel; everybody else calls :meth:`open`."""
+        """For tests that stand in for the kernel; everybody else calls :meth:`open`.
+
+        Args:
+            open_file: Opens the file, given total and headroom; again after it was lost.
+            total_bytes, headroom_bytes, driver_free: See :meth:`open`.
+            clock: The time.
+        """
         self._open_file = open_file
-        self._file = open_file()
+        self._file = open_file(total_bytes, headroom_bytes)
         self._gone: str | None = None
         self._users = 1
         self._pid = os.getpid()
@@ -188,7 +195,7 @@ class Ledger:
             device_id: UUID of the device, or ``host``.
             total_bytes: Of the device; None if the ledger must exist already.
             runtime_dir: The directory of the ledgers; made, with mode 0700, where there is none.
-            headroom_bytes: Left ungranted on the device.
+            headroom_bytes: Left ungranted on the device; the largest of the users' counts.
             driver_free: Asks the driver of this very device for its free bytes. It is called within a reading, so
                 that no page is missed between the two. None where only members use the device (the host budget): then
                 what they do not hold is free.
@@ -199,25 +206,26 @@ class Ledger:
         """
         path = Path(os.path.realpath(ledger_path(runtime_dir, device_id)))
 
-        def open_file() -> LedgerFile:
+        def open_file(total_bytes: int | None, headroom_bytes: int) -> LedgerFile:
             return LedgerFile.open(path, device_id, total_bytes, headroom_bytes, on_write=on_write)
 
         with cls._by_path_lock:
             ledger = cls._by_path.get(path)
             if ledger is not None:
-                ledger._join_user(total_bytes, driver_free)
+                ledger._add_user(total_bytes, headroom_bytes, driver_free)
                 return ledger
             ledger = cls(open_file, total_bytes=total_bytes, headroom_bytes=headroom_bytes, driver_free=driver_free)
             cls._by_path[path] = ledger
             return ledger
 
-    def _join_user(self, total_bytes: int | None, driver_free: Callable[[], int] | None) -> None:
+    def _add_user(self, total_bytes: int | None, headroom_bytes: int, driver_free: Callable[[], int] | None) -> None:
         if total_bytes is not None and self._asked_total not in (None, total_bytes):
             raise LedgerError(
                 f"this process counts {self.device_id} as {self._asked_total} bytes already, not as {total_bytes}"
             )
         self._asked_total = self._asked_total if total_bytes is None else total_bytes
         self._driver_free = self._driver_free or driver_free
+        self.headroom_bytes = max(self.headroom_bytes, headroom_bytes)
         self._users += 1
 
     @staticmethod
@@ -344,11 +352,13 @@ class Ledger:
             model: For people.
 
         Raises:
-            ConfigError: A name that is empty or too long, or a floor above the ceiling.
+            ConfigError: A name or id that is empty or too long, or a floor above the ceiling.
             LedgerError: No slot is left, or live members count with another total.
         """
         if not 0 < len(name.encode()) <= _MAX_NAME_BYTES or not name.isprintable():
             raise ConfigError(f"{name!r} cannot name a member: 1 to {_MAX_NAME_BYTES} printable bytes")
+        if not text_fits(engine_id, "member_id"):
+            raise ConfigError(f"{engine_id!r} is too long for the id of an engine")
         if self._asked_total is None:
             raise LedgerError(f"to join the ledger of {self.device_id} the device's total bytes must be known")
         ceiling_bytes = self._asked_total - self.headroom_bytes if ceiling_bytes is None else ceiling_bytes
@@ -468,13 +478,11 @@ class Ledger:
                 names = ", ".join(sorted({self._file.texts(row.slot).name for row in rows})) or "none"
                 raise LedgerError(f"no member {name!r} on {self.device_id}. Members: {names}")
             revision = self._file.next_revision()
-            records = [
-                (row.slot, changed(claim, row.limits or _own_limits(row, claim), len(mine), revision))
-                for row in mine
-                for claim in [reading.claim(row.slot)]
-            ]
-            for slot, limits in records:
-                self._file.commit_limits(slot, revision, limits)
+            claims = [reading.claim(row.slot) for row in mine]
+            now = [row.limits or _own_limits(row, claim) for row, claim in zip(mine, claims, strict=True)]
+            then = [changed(claim, limits, len(mine), revision) for claim, limits in zip(claims, now, strict=True)]
+            for row, limits in zip(mine, then, strict=True):
+                self._file.commit_limits(row.slot, revision, limits)
             return revision
 
     def _check_floors(self, name: str, floor_bytes: int) -> None:
@@ -548,7 +556,7 @@ class Ledger:
 
     def _reopen(self) -> None:
         try:
-            file = self._open_file()
+            file = self._open_file(self._asked_total, self.headroom_bytes)
         except LedgerError as error:
             if self._accounts and str(error) != self._gone:
                 logger.warning("The ledger of %s cannot be joined again yet: %s", self.device_id, error)
@@ -779,11 +787,21 @@ class Account:
         self._set(joined_ns=self._ledger._clock.nanoseconds())
 
     def _register(self) -> None:
-        """Be seen again, with what exists: what was leased and not used yet may be somebody else's by now."""
+        """Be seen again, with what was held: all of it was granted side by side with what the others held.
+
+        One that came new to the device before the others were back may have been granted what is theirs; on a GPU the
+        driver's free bytes keep it from what exists, and all give back until it fits again.
+        """
         if self.registered or self._ledger._gone is not None:
             return
-        self._figures.update(lease_bytes=self.created_bytes, proposed_bytes=0, static_proposed_bytes=0)
-        self._figures.update(joined_ns=0, followed_revision=0, trim_revision=0, trim_left_bytes=0)
+        self._figures.update(
+            joined_ns=0,
+            proposed_bytes=0,
+            static_proposed_bytes=0,
+            followed_revision=0,
+            trim_revision=0,
+            trim_left_bytes=0,
+        )
         try:
             self._enter()
         except LedgerError as error:

@@ -59,7 +59,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import quote, unquote
 
 from kvcached_core.errors import LedgerError
@@ -250,10 +250,9 @@ class LedgerFile:
         fd: int,
         path: Path,
         device_id: str,
-        *,
-        make_locks: Callable[[int], ByteLocks] = KernelByteLocks,
-        on_write: OnWrite | None = None,
-        clock: Clock = SYSTEM_CLOCK,
+        make_locks: Callable[[int], ByteLocks],
+        on_write: OnWrite | None,
+        clock: Clock,
     ) -> None:
         self.path = path
         self.device_id = device_id
@@ -273,7 +272,15 @@ class LedgerFile:
 
     @classmethod
     def open(
-        cls, path: Path, device_id: str, total_bytes: int | None, headroom_bytes: int = 0, **seams: Any
+        cls,
+        path: Path,
+        device_id: str,
+        total_bytes: int | None,
+        headroom_bytes: int = 0,
+        *,
+        make_locks: Callable[[int], ByteLocks] = KernelByteLocks,
+        on_write: OnWrite | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> LedgerFile:
         """Map the device's file; make it if there is none and ``total_bytes`` is given.
 
@@ -290,7 +297,7 @@ class LedgerFile:
             raise LedgerError(_refusal(error, path, device_id)) from error
         try:
             _check_file(fd, path, device_id)
-            return cls(fd, path, device_id, **seams)
+            return cls(fd, path, device_id, make_locks, on_write, clock)
         except BaseException:
             os.close(fd)
             raise
@@ -591,6 +598,11 @@ class LedgerFile:
 def _padded(text: str, num_bytes: int) -> bytes:
     """UTF-8, cut where it does not fit, at a whole character."""
     return text.encode()[: num_bytes - 1].decode(errors="ignore").encode().ljust(num_bytes, b"\0")
+
+
+def text_fits(text: str, field: str) -> bool:
+    """Whether a text is kept whole in its field of :class:`Texts`."""
+    return len(text.encode()) < 8 * _TEXT_WORDS[field]
 
 
 def _check_directory(directory: Path) -> None:

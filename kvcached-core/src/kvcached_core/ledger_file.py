@@ -674,6 +674,8 @@ def _refusal(error: OSError, path: Path, device_id: str) -> str:
         return f"no ledger of device {device_id!r} in {path.parent}: no engine has used the device with this directory"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space for {path}: it needs {_SIZE_BYTES} bytes, {error.strerror}"
+    if error.errno == errno.EOPNOTSUPP:
+        return f"the file system of {path.parent} has no O_TMPFILE: set KVCACHED_RUNTIME_DIR to one in memory (tmpfs)"
     return (
         f"{path} cannot be opened: {error.strerror}. "
         f"KVCACHED_RUNTIME_DIR is a directory that this user (uid {os.geteuid()}) owns and may write to."

@@ -43,6 +43,12 @@ def tiny_gemma3() -> Path:
     return _small_model("tiny-gemma3")
 
 
+@pytest.fixture(scope="session")
+def tiny_gemma3n() -> Path:
+    """A hybrid with random weights whose last layers read the KV of earlier ones; float32."""
+    return _small_model("tiny-gemma3n")
+
+
 def _small_model(name: str) -> Path:
     from tests.models.small import model  # needs transformers, which the core's environments do not have
 

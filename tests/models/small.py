@@ -99,7 +99,31 @@ def _make_tiny_gemma3(folder: Path) -> None:
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
         **_shared_config(),
     )
-    _save_random(Gemma3ForCausalLM, config, folder)
+    _save_random(Gemma3ForCausalLM, config, folder, embedding_scale=0.02)
+
+
+def _make_tiny_gemma3n(folder: Path) -> None:
+    """The last three of six layers keep no KV of their own: they read that of the layers before them."""
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    config = Gemma3nTextConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_kv_shared_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        sliding_window=128,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        vocab_size_per_layer_input=text.VOCABULARY_SIZE,
+        hidden_size_per_layer_input=32,
+        laurel_rank=16,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 6,
+        **_shared_config(),
+    )
+    _save_random(Gemma3nForCausalLM, config, folder, embedding_scale=0.02)
 
 
 def _shared_config() -> dict[str, object]:
@@ -115,11 +139,18 @@ def _shared_config() -> dict[str, object]:
     }
 
 
-def _save_random(architecture: type, config: object, folder: Path) -> None:
+def _save_random(architecture: type, config: object, folder: Path, *, embedding_scale: float = 1.0) -> None:
+    """Save a network with random weights.
+
+    Gemma multiplies the embedding by 16: the last token then outweighs all that attention adds, and is repeated for
+    ever, whatever the KV cache holds. Hence ``embedding_scale``.
+    """
     import torch
 
     torch.manual_seed(0)
-    architecture(config).to(torch.float32).save_pretrained(folder)
+    network = architecture(config).to(torch.float32)
+    network.get_input_embeddings().weight.data.mul_(embedding_scale)
+    network.save_pretrained(folder)
     text.save_tokenizer(folder, max_length=CONTEXT_TOKENS)
 
 
@@ -127,6 +158,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "smollm2": _make_smollm2,
     "tiny-llama": _make_tiny_llama,
     "tiny-gemma3": _make_tiny_gemma3,
+    "tiny-gemma3n": _make_tiny_gemma3n,
 }
 
 if __name__ == "__main__":

@@ -185,7 +185,8 @@ class Member:
 
     def _set_default_floor(self, kv_cache_config: KVCacheConfig, geometry: Geometry) -> None:
         if self._settings.floor is None:
-            blocks = sizing.blocks_of_one_request(kv_cache_config, self._vllm_config.model_config.max_model_len)
+            size = sizing.RequestSize(self._vllm_config, kv_cache_config)
+            blocks = size.blocks(self._vllm_config.model_config.max_model_len)
             self.account.set_floor(geometry.worst_case_pages(min(blocks, geometry.num_blocks)) * geometry.page_bytes)
 
     def _static_used(self) -> int:

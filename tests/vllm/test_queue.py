@@ -343,6 +343,14 @@ def test_what_is_fullest_changes_in_debt() -> None:
     assert pool.get_new_blocks(1) == [blocks[20]]
 
 
+def test_a_short_last_extent_in_use_throughout_is_not_picked_from_in_debt() -> None:
+    pool = elastic_pool(36, 16, resident=3)
+    blocks = pool.get_new_blocks(35)
+    pool.free_blocks(blocks[:3])
+    pool.free_block_queue.debt_blocks = 1
+    assert pool.get_new_blocks(2) == blocks[:2]
+
+
 def test_idle_cached_extents_are_picked_from_before_idle_clean_ones() -> None:
     """The clean ones can be given back at no cost."""
     pool = elastic_pool(64, 16, resident=4)

@@ -416,7 +416,7 @@ class ElasticFreeQueue:
 
     def _file_by_use(self, extent_id: int, by_use: ExtentLists) -> None:
         num_used = self.blocks_per_extent - self._free[extent_id]
-        if num_used < self.blocks_per_extent:
+        if num_used < self._size(extent_id):
             by_use.put(extent_id, num_used)
         else:
             by_use.discard(extent_id)

@@ -328,7 +328,7 @@ def test_a_server_whose_worker_is_a_member_is_active(machine: Machine, runtime_d
         machine.run_process(member.pid, member.pid, "VLLM::Worker", parent=101)
         (server,) = of(machine.findings(), "server")
     assert server.status is Status.OK
-    assert server.message == "vLLM server 100 (/venv/bin/python /venv/bin/vllm serve qwen3) is active: member qwen3"
+    assert server.message == "vLLM server 100 (vllm serve qwen3) is active: member qwen3"
 
 
 def test_a_server_that_asked_for_kvcached_and_is_no_member_is_a_problem_once_it_had_time(machine: Machine) -> None:
@@ -340,9 +340,7 @@ def test_a_server_that_asked_for_kvcached_and_is_no_member_is_a_problem_once_it_
     assert starting.status is Status.NOTE
     machine.run_process(200, 200, command, **environ)
     problem = machine.problem()
-    assert problem.message.startswith(
-        "SGLang server 200 (python -m sglang.launch_server --model-path qwen3) is inactive"
-    )
+    assert problem.message.startswith("SGLang server 200 (sglang.launch_server --model-path qwen3) is inactive")
     assert "KVCACHED_STRICT=1" in problem.fix
 
 

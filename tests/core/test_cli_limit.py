@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from kvcached_core.cli import limit
 from kvcached_core.ledger import Ledger, MemberStatistics
 
 from tests.core.command import kvcached, kvcached_here, surroundings
@@ -172,3 +173,15 @@ def test_an_unknown_member_is_refused_with_those_that_are_there(runtime_dir: Pat
     assert "qwen3-0.6b" in done.err
     assert answer.document["schema"] == "kvcached.error/1"
     assert answer.document["exit_code"] == 3
+
+
+def test_another_operators_trim_does_not_replace_a_limit(runtime_dir: Path) -> None:
+    with Follower(runtime_dir, in_use=700 * MIB):
+        ledger = Ledger.open("host", None, runtime_dir=runtime_dir)
+        change = limit.put_in_force(ledger, "qwen3-0.6b", limit.read_wish(None, "600MiB", None))
+        ledger.request_trim("qwen3-0.6b", MIB)
+        result = limit.wait(ledger, change, time.monotonic(), 0.1)
+        ledger.close()
+    assert result.outcome is limit.Outcome.TIMED_OUT
+    assert result.now is not None
+    assert result.now.revision > change.revision

@@ -18,7 +18,7 @@ from textual.widgets import DataTable, Footer, Input, Label, Static
 from kvcached_core.cli.ledgers import ranks_of
 from kvcached_core.cli.limit import Outcome, Wish, closing, opening, put_in_force, read_wish, wait
 from kvcached_core.cli.status import headline, short_id
-from kvcached_core.cli.top import COLUMNS, DeviceFrame, Frame, Sampler, bar, rows
+from kvcached_core.cli.top import COLUMNS, DeviceFrame, Frame, Sampler, bar, justification, rows
 from kvcached_core.cli.units import Unit
 from kvcached_core.errors import ConfigError, KvcachedError, LedgerError
 from kvcached_core.ledger import LedgerStatistics
@@ -28,7 +28,6 @@ HISTORY_FRAMES = 30
 LIMIT_TIMEOUT_SECONDS = 10.0
 NOTICE_SECONDS = 10.0
 LEVELS = " ▁▂▃▄▅▆▇█"
-NUMERIC = set(COLUMNS) - {"MEMBER", "ENGINE", "STATE"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class DeviceView(Vertical):
         super().__init__(classes="device")
         self.device_id = device_id
         self.table: DataTable[Text] = DataTable(cursor_type="row")
-        self.table.add_columns(*(Text(name, justify=_justify(name)) for name in COLUMNS), "RESIDENT OVER TIME")
+        self.table.add_columns(*(Text(name, justify=justification(name)) for name in COLUMNS), "RESIDENT OVER TIME")
         self._headline = Static(classes="headline")
         self._bar = Static()
         self._history: dict[tuple[int, str], deque[int]] = {}
@@ -116,13 +115,9 @@ class DeviceView(Vertical):
             history = self._history.setdefault((member.slot, member.member_id), deque(maxlen=HISTORY_FRAMES))
             history.append(member.resident_bytes)
             for name, cell in zip(COLUMNS, cells, strict=True):
-                cell.justify = _justify(name)
+                cell.justify = justification(name)
             self.table.add_row(*cells, Text(sparkline(history, member.ceiling_bytes), style="green"))
         self.table.move_cursor(row=min(at, max(0, self.table.row_count - 1)))
-
-
-def _justify(column: str) -> Literal["left", "right"]:
-    return "right" if column in NUMERIC else "left"
 
 
 def sparkline(values: deque[int], top_bytes: int) -> str:

@@ -158,7 +158,7 @@ def lines(diagnosis: Diagnosis) -> Iterator[Text]:
     styles = {Status.OK: "green", Status.NOTE: "yellow", Status.PROBLEM: "bold red"}
     for finding in diagnosis.findings:
         line = Text.assemble(
-            (f"{finding.status.value:<8}", styles[finding.status]), (f" {finding.check:<12}", "bold"), finding.message
+            (f"{finding.status.value:<8}", styles[finding.status]), (f" {finding.check:<13}", "bold"), finding.message
         )
         if finding.fix:
             line.append(f" -> {finding.fix}", style="cyan")
@@ -335,7 +335,7 @@ def check_servers(here: Surroundings) -> Iterator[Finding]:
     """Whether the engines that run here are active."""
     names = {member.pid: member.name for device in here.snapshots.devices for member in device.members}
     for server in servers(here.proc):
-        what = f"{server.engine} server {server.pid} ({server.command[:60]})"
+        what = f"{server.engine} server {server.pid} ({server.command[:80]})"
         members = sorted({names[pid] for pid in server.inner_pids & names.keys()})
         if members:
             yield Finding("server", Status.OK, f"{what} is active: member {', '.join(members)}")

@@ -22,6 +22,7 @@ class Server:
     """One server: the process that was started from a command line, without those that it started.
 
     Attributes:
+        command: Without the interpreter and the program's folder.
         environ: Of its start; None where this user may not read it.
         age_seconds: Since its start.
         inner_pids: Of itself and of all processes below it, each as its own PID namespace numbers it.
@@ -40,8 +41,7 @@ class _Process:
     pid: int
     parent: int
     inner_pid: int
-    engine: str | None
-    command: str
+    served: tuple[str, str] | None
     started_seconds: float
 
 
@@ -52,23 +52,27 @@ def servers(proc: Path = Path("/proc")) -> list[Server]:
     found = []
     for process in processes.values():
         parent = processes.get(process.parent)
-        if process.engine is None or (parent is not None and parent.engine is not None):
+        if process.served is None or (parent is not None and parent.served is not None):
             continue
+        engine, command = process.served
         inner_pids = frozenset(each.inner_pid for each in _family(process, processes.values()))
         age_seconds = uptime_seconds - process.started_seconds
         environ = _environ(proc / str(process.pid) / "environ")
-        found.append(Server(process.pid, process.engine, process.command, environ, age_seconds, inner_pids))
+        found.append(Server(process.pid, engine, command, environ, age_seconds, inner_pids))
     return sorted(found, key=lambda server: server.pid)
 
 
-def engine_of(words: list[str]) -> str | None:
-    """The engine whose server a command line starts: ``vllm serve``, ``sglang serve``, or their modules by ``-m``."""
-    for word, following in pairwise(words):
-        program = _PROGRAMS.get(Path(word).name)
-        if program is not None and following == "serve":
-            return program
+def served_by(words: list[str]) -> tuple[str, str] | None:
+    """The engine whose server a command line starts, and that command without the interpreter and its path.
+
+    ``vllm serve …`` and ``sglang serve …``, or one of their modules by ``-m``.
+    """
+    for at, (word, following) in enumerate(pairwise(words)):
+        program = Path(word).name
+        if program in _PROGRAMS and following == "serve":
+            return _PROGRAMS[program], " ".join((program, *words[at + 1 :]))
         if word == "-m" and following in _MODULES:
-            return _MODULES[following]
+            return _MODULES[following], " ".join(words[at + 1 :])
     return None
 
 
@@ -90,8 +94,7 @@ def _process(folder: Path) -> _Process:
         pid=int(folder.name),
         parent=int(fields[1]),
         inner_pid=int(pids.split()[-1]),
-        engine=engine_of(words),
-        command=" ".join(words),
+        served=served_by(words),
         started_seconds=int(fields[19]) / os.sysconf("SC_CLK_TCK"),
     )
 

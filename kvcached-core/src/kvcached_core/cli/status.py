@@ -113,10 +113,10 @@ def state_text(member: MemberStatistics, unit: Unit) -> Text:
         text.append(f" for {member.heartbeat_age_seconds:.0f} s")
     short = member.unmet_bytes + member.static_unmet_bytes
     if short:
-        text.append(f", short of {unit.bare(short)}")
+        text.append(f", short of {unit.bare(short)}", style="yellow")
     owed = max(member.lease_bytes - min(member.ceiling_bytes, member.target_bytes), member.trim_left_bytes)
     if owed > 0:
-        text.append(f", trimming {unit.bare(owed)}")
+        text.append(f", trimming {unit.bare(owed)}", style="cyan")
     return text
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Group, RenderableType
@@ -25,6 +25,7 @@ BAR_CELLS = 60
 COLUMNS = (
     "MEMBER", "ENGINE", "RESIDENT", "LEASE", "CEILING", "IN USE", "CACHED", "SHORT", "MAP MiB/s", "TRIM MiB/s", "STATE",
 )  # fmt: skip
+WORDS = {"MEMBER", "ENGINE", "STATE"}
 
 
 @dataclass(frozen=True)
@@ -179,10 +180,15 @@ def _table(each: DeviceFrame) -> RenderableType:
         return Text("no members", style="dim")
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     for heading in COLUMNS:
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading, no_wrap=True, justify=justification(heading))
     for row in rows(each):
         table.add_row(*row)
     return table
+
+
+def justification(heading: str) -> Literal["left", "right"]:
+    """Numbers to the right, words to the left."""
+    return "left" if heading in WORDS else "right"
 
 
 def rows(each: DeviceFrame) -> list[tuple[Text, ...]]:

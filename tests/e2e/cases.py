@@ -20,6 +20,8 @@ VLLM_LAYOUTS: Mapping[str, Mapping[str, str]] = {
     "block": {"VLLM_KV_CACHE_LAYOUT": "BLNHC"},
     "layer": {"VLLM_KV_CACHE_LAYOUT": "LBNHC"},
 }
+# The default prefill kernel on Hopper, FlashInfer's, compiles for minutes at the first start.
+VLLM_FAMILY_FLAGS = {"linear": ("--gdn-prefill-backend", "triton")}
 SGLANG_FAMILY_FLAGS = {"linear": ("--max-mamba-cache-size", "128")}
 
 
@@ -79,7 +81,7 @@ def _vllm(family: str, layout: str, parallel: int, variant: str = "", *flags: st
         name,
         VLLM,
         family,
-        (*VLLM_SIZE, "--tensor-parallel-size", str(parallel), *flags),
+        (*VLLM_SIZE, "--tensor-parallel-size", str(parallel), *VLLM_FAMILY_FLAGS.get(family, ()), *flags),
         VLLM_LAYOUTS[layout],
         parallel,
     )

@@ -25,13 +25,16 @@ SETTLE_DEADLINE_SECONDS = 10
 ACTIVE_LINE = re.compile(r"kvcached \S+ is on: .*")
 LAYOUT_LINE = re.compile(r"Using (\S+) KV cache layout")
 
-# Looked for in everything a server logs. A traceback counts until the interrupt only: both engines, unmodified, may
-# log cancelled tasks while they shut down.
+# Of memory that is not what it should be: looked for in everything that a server logs.
 ERROR_SIGNATURES = re.compile(
-    r"CUDA error|illegal memory access|device-side assert|NCCL error|out of memory|OutOfMemoryError|Segmentation fault"
-    r"|memory leak detected|pool memory leak|InvariantError|DriverError|EngineDeadError|Scheduler hit an exception"
+    r"CUDA error|illegal memory access|device-side assert|NCCL error|OutOfMemoryError|Segmentation fault"
+    r"|memory leak detected|pool memory leak|InvariantError|DriverError"
 )
-TRACEBACK = re.compile(r"Traceback \(most recent call last\)|\bCRITICAL\b|\bFATAL\b")
+# Of failing work: until the interrupt only, since both engines, unmodified, may log cancelled tasks and a dead engine
+# while they shut down.
+TRACEBACK = re.compile(
+    r"Traceback \(most recent call last\)|\bCRITICAL\b|\bFATAL\b|EngineDeadError|Scheduler hit an exception"
+)
 
 
 @dataclass(frozen=True)

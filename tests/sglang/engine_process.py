@@ -76,8 +76,9 @@ def _greedy(max_tokens: int) -> dict[str, Any]:
 
 
 def _result(output: dict[str, Any] | BaseException) -> dict[str, Any]:
-    if isinstance(output, ValueError):  # how SGLang hands a refusal to its caller
-        return {"tokens": [], "finish": "abort", "message": str(output), "cached": 0, "retractions": 0}
+    if isinstance(output, Exception):  # how SGLang hands a refusal, or an abort of its own, to its caller
+        message = str(getattr(output, "detail", output))
+        return {"tokens": [], "finish": "abort", "message": message, "cached": 0, "retractions": 0}
     if isinstance(output, BaseException):
         raise output
     about = output["meta_info"]

@@ -12,7 +12,6 @@ from kvcached_core.geometry import Geometry, Stripe
 from kvcached_sglang.agreement import Agreement
 from kvcached_sglang.allocator import elastic_like
 from kvcached_sglang.demand import Demand
-from kvcached_sglang.layout import Layout
 from kvcached_sglang.space import Space
 from kvcached_sglang.tick import Ticker
 from kvcached_sglang.trimming import CachePolicy
@@ -31,10 +30,8 @@ def make_space(num_extents: int = 32, name: str = "full", window_tokens: int | N
     geometry = Geometry(
         num_blocks, (Stripe(0, ROW_BYTES, ROW_BYTES),), num_blocks * ROW_BYTES, EXTENT_BYTES, EXTENT_TOKENS
     )
-    space = Space(name, geometry, 1, Layout(), window_tokens=window_tokens)
-    arena = SimpleNamespace(page_bytes=EXTENT_BYTES, num_pages=geometry.num_pages)
-    space.back(SimpleNamespace(geometry=geometry, arena=arena, bytes_per_token=ROW_BYTES))
-    space.pinned_resident()
+    space = Space(name, geometry, 1, window_tokens=window_tokens)
+    space.back(SimpleNamespace(geometry=geometry, bytes_per_token=ROW_BYTES), range(num_extents))
     elastic_like(TokenToKVPoolAllocator(num_blocks - 1, torch.float16, "cpu", None, False), space)
     return space
 

@@ -15,7 +15,6 @@ from kvcached_sglang.allocator import (
     elastic_like,
     has_elastic_kind,
 )
-from kvcached_sglang.layout import Layout
 from kvcached_sglang.space import Space
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
@@ -36,9 +35,8 @@ def make() -> Iterator[Make]:
         pool = make_mha(page_size=page_size)
         elastic = rebuild(pool, page_bytes=4096 if page_size == 1 else 4 * 4096)
         arenas.append(elastic.arena)
-        space = Space("full", elastic.geometry, page_size, Layout())
-        space.back(elastic)
-        space.pinned_resident()
+        space = Space("full", elastic.geometry, page_size)
+        space.back(elastic, range(elastic.geometry.num_extents))
         if page_size == 1:
             native = TokenToKVPoolAllocator(pool.size, pool.dtype, "cpu", pool, need_sort)
         else:
@@ -230,9 +228,8 @@ def test_sliding_window_has_a_space_of_its_own(make):
     for name, pool in zip(("full", "swa"), pools, strict=True):
         elastic = rebuild(pool, page_bytes=4096)
         arenas.append(elastic.arena)
-        space = Space(name, elastic.geometry, 1, Layout())
-        space.back(elastic)
-        space.pinned_resident()
+        space = Space(name, elastic.geometry, 1)
+        space.back(elastic, range(elastic.geometry.num_extents))
         spaces.append(space)
     kv_pool = _SWAPool(*pools)
     native = SWATokenToKVPoolAllocator(4096, 1024, 1, torch.float16, "cpu", kv_pool, False)

@@ -31,7 +31,7 @@ def join(runtime_dir: Path, name: str = "one", **more: str) -> Member:
 def member(runtime_dir: Path) -> Iterator[Member]:
     made = join(runtime_dir)
     made.layout.add(rebuild(make_mha(), page_bytes=4096))
-    made.pin([range(1)])
+    made.rank.pin(range(1))
     made.start()
     yield made
     made.close()
@@ -105,7 +105,7 @@ def test_things_to_do_are_done_between_orders(member: Member):
 def test_stopping_gives_everything_back(runtime_dir: Path):
     made = join(runtime_dir)
     made.layout.add(rebuild(make_mha(), page_bytes=4096))
-    made.pin([range(1)])
+    made.rank.pin(range(1))
     made.start()
     made.mapper.send(Report(1, 0, 0, 0, busy=True))
     other = join(runtime_dir, "two")
@@ -120,7 +120,7 @@ def test_no_room_for_the_padding_page_is_said_with_figures(runtime_dir: Path):
     second = join(runtime_dir, "two")
     second.layout.add(rebuild(make_mha(), page_bytes=4096))
     with pytest.raises(LedgerError, match="the ledger grants 0 B"):
-        second.pin([range(1)])
+        second.rank.pin(range(1))
     first.account.give_back(BUDGET)
     first.close()
     second.close()

@@ -57,7 +57,8 @@ before = everything()
 originals = {id(before[f"sglang.srt.{hook.module}", hook.name]) for hook in HOOKS}
 load_plugins()
 after = everything()
-changed = {key for key, value in before.items() if after[key] is not value and key[0] != "sglang.srt.plugins.hook_registry"}
+registry = "sglang.srt.plugins.hook_registry"
+changed = {key for key, value in before.items() if after[key] is not value and key[0] != registry}
 stray = {key for key in changed if id(before[key]) not in originals and key[1] not in ("_plugins_loaded",)}
 wrapped = {key for key in changed if id(before[key]) in originals}
 print(sorted(stray), all(hasattr(after[key], "__wrapped__") for key in wrapped), len(wrapped) >= len(HOOKS))

@@ -276,6 +276,16 @@ def test_a_prompt_half_prefilled_keeps_what_it_was_promised():
     assert scene.space.free_tokens >= 500
 
 
+def test_a_flush_gives_everything_back_at_once():
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    scene.space.free_list.alloc(900)
+    scene.space.free_list.clear()
+    assert kinds(scene.hands.log) == "mr"
+    assert scene.space.free_tokens == FREE_AT_START
+    assert scene.space.free_list.conserved_size() == scene.space.num_usable_tokens
+
+
 def test_debt_makes_the_engine_retract():
     scene = Scene()
     scene.tick(demand(1000, running=10))

@@ -46,6 +46,8 @@ class Elastic:
     def clear(self) -> None:
         super().clear()  # type: ignore[misc]
         self.free_pages = self._ids(self._space.resident_ranges())
+        if self._space.cleared is not None:
+            self._space.cleared(self._space)
 
     def available_size(self) -> int:
         native: int = super().available_size()  # type: ignore[misc]

@@ -16,7 +16,7 @@ from kvcached_sglang.cache import TreeCache
 from kvcached_sglang.demand import DemandReader
 from kvcached_sglang.member import Member
 from kvcached_sglang.pools import ElasticPool, create_elastic_buffers
-from kvcached_sglang.space import Space
+from kvcached_sglang.space import PINNED_EXTENT, Space
 from kvcached_sglang.tick import Ticker
 from kvcached_sglang.trimming import CachePolicy
 
@@ -37,48 +37,52 @@ class Engine:
         self._settings = settings
         self._member = member
         self._version = version
-        self._pools: dict[int, ElasticPool] = {}
+        self._pools: dict[int, tuple[ElasticPool, range]] = {}
         self._demand: DemandReader | None = None
         self._streams: tuple[int, ...] = ()
 
     # Pools
 
     def create_buffers(self, original: Callable[[Any], None], pool: Any, buffer_lists: Sequence[str]) -> None:
-        """Put a pool of SGLang over an arena. Nothing is mapped until it has ids."""
+        """Put a pool of SGLang over an arena. Only the extent of the padding page is mapped, for good."""
         page_bytes: int | None = None
         if self._pools:
-            page_bytes = next(iter(self._pools.values())).arena.page_bytes
+            page_bytes = self._member.layout.page_bytes
         elif self._settings.page_size is not None:
             page_bytes = self._settings.page_size.resolve(self._member.limits.total_bytes)
-        cuts = {space.geometry.num_blocks: space.blocks_per_extent for space in self.spaces.values()}
-        self._pools[id(pool)] = create_elastic_buffers(
+        made = create_elastic_buffers(
             original,
             pool,
             buffer_lists,
             self._member.backend,
             page_bytes=page_bytes,
             guard=self._settings.guard,
-            blocks_per_extent=cuts,
+            blocks_per_extent={space.geometry.num_blocks: space.blocks_per_extent for space in self.spaces.values()},
         )
+        numbers = self._member.layout.add(made)
+        self._member.rank.pin(numbers[PINNED_EXTENT : PINNED_EXTENT + 1])
+        self._pools[id(pool)] = (made, numbers)
 
     # Allocators
 
     def build(self, native: Any, kv_pool: Any, window_tokens: int | None) -> Any:
         """The elastic allocator in a native one's place, over the pools that were made elastic.
 
-        Returns: The native one where the pools or the allocator are of a kind that stays native; what is elastic of
-            them is then mapped for good.
+        Returns:
+            The native one where a pool or the allocator is of a kind that stays native; what is elastic of the pools is
+            then mapped for good.
         """
         parts = self._parts(kv_pool)
-        if not parts:
-            log.error("%s keeps its KV memory natively: none of it is elastic", type(kv_pool).__name__)
+        elastic = [part for part in parts.values() if part is not None]
+        fits = has_elastic_kind(native) and (len(parts) == 2) == hasattr(native, "swa_attn_allocator")
+        if self.spaces or not fits or len(elastic) < len(parts):
+            log.error("%s and %s are not elastic together", type(kv_pool).__name__, type(native).__name__)
+            self._map_for_good(elastic)
             return native
-        if self.spaces or not has_elastic_kind(native) or (len(parts) == 2) != hasattr(native, "swa_attn_allocator"):
-            log.error("%s is native: the KV cache under it is mapped for good", type(native).__name__)
-            self._map_for_good(list(parts.values()))
-            return native
-        for name, pool in parts.items():
-            self._add_space(name, pool, window_tokens if name == "swa" else None)
+        for name, (pool, numbers) in zip(parts, elastic, strict=True):
+            window = window_tokens if name == "swa" else None
+            self.spaces[name] = Space(name, pool.geometry, pool.tokens_per_block, window_tokens=window)
+            self.spaces[name].back(pool, numbers)
         log.info(self._active_line(kv_pool))
         if len(parts) == 1:
             return elastic_like(native, self.spaces["full"])
@@ -96,31 +100,30 @@ class Engine:
 
     def attach(self, kv_pool: Any) -> None:
         """Let a draft model's pools, which have the target's ids, come and go with it."""
-        for name, pool in self._parts(kv_pool).items():
-            space = self.spaces[name if name in self.spaces else "full"]
-            if pool.geometry.num_blocks == space.geometry.num_blocks:
-                self._member.pin(space.back(pool))
+        for name, part in self._parts(kv_pool).items():
+            if part is None:
+                continue
+            pool, numbers = part
+            space = self.spaces.get(name) or self.spaces.get("full")
+            if space is not None and pool.geometry.num_blocks == space.geometry.num_blocks:
+                space.back(pool, numbers)
                 log.info("a draft model's KV pool follows the target's: %d layers", pool.num_layers)
             else:
-                self._map_for_good([pool])
+                self._map_for_good([part])
 
-    def _parts(self, kv_pool: Any) -> dict[str, ElasticPool]:
-        """The elastic pools of one of SGLang's, by the name of their ids; none if any of it is native."""
+    def _parts(self, kv_pool: Any) -> dict[str, tuple[ElasticPool, range] | None]:
+        """The pools of one of SGLang's, by the name of their ids; None where one is native."""
         if hasattr(kv_pool, "swa_kv_pool"):
             named = {"full": kv_pool.full_kv_pool, "swa": kv_pool.swa_kv_pool}
         else:
             named = {"full": getattr(kv_pool, "full_kv_pool", kv_pool)}
-        found = {name: self._pools.get(id(pool)) for name, pool in named.items()}
-        return {name: pool for name, pool in found.items() if pool is not None} if all(found.values()) else {}
+        return {name: self._pools.get(id(pool)) for name, pool in named.items()}
 
-    def _add_space(self, name: str, pool: ElasticPool, window_tokens: int | None) -> None:
-        space = Space(name, pool.geometry, pool.tokens_per_block, self._member.layout, window_tokens=window_tokens)
-        self._member.pin(space.back(pool))
-        space.pinned_resident()
-        self.spaces[name] = space
-
-    def _map_for_good(self, pools: Sequence[ElasticPool]) -> None:
-        self._member.pin([self._member.layout.add(pool) for pool in pools])
+    def _map_for_good(self, parts: Sequence[tuple[ElasticPool, range]]) -> None:
+        """Back pools whose ids stay SGLang's own."""
+        for pool, numbers in parts:
+            log.error("a KV pool of %d layers is mapped for good: %d extents", pool.num_layers, len(numbers))
+            self._member.rank.pin(numbers[PINNED_EXTENT + 1 :])
 
     def _active_line(self, kv_pool: Any) -> str:
         limits = self._member.limits

@@ -125,15 +125,6 @@ class Member:
         """What the rank counts an extent as: the dearest pool's."""
         return self.layout.worst_case_pages(1) * self.layout.page_bytes
 
-    def pin(self, numbers: list[range]) -> None:
-        """Map these extents for good, before the thread starts.
-
-        Raises:
-            LedgerError: There is no room for them.
-        """
-        for extents in numbers:
-            self.rank.pin(extents)
-
     def start(self) -> None:
         """From here on the thread maps and unmaps."""
         self.mapper.start()

@@ -21,11 +21,13 @@ from kvcached_core.geometry import Geometry, extent_block_ranges
 if TYPE_CHECKING:
     from kvcached_sglang.allocator import Elastic
     from kvcached_sglang.demand import Demand
-    from kvcached_sglang.layout import Layout
     from kvcached_sglang.pools import ElasticPool
 
 PADDING_BLOCK = 0
-"""SGLang's page 0 absorbs the writes of padded tokens and is never handed out. Its extent is pinned."""
+"""SGLang's page 0 absorbs the writes of padded tokens and is never handed out."""
+
+PINNED_EXTENT = 0
+"""The one it is in."""
 
 
 class Outcome(IntEnum):
@@ -72,7 +74,7 @@ class Departure:
 
 @dataclass
 class Space:
-    """The extents of one id space.
+    """The extents of one id space; the pinned one is resident from the start.
 
     Attributes:
         name: For log lines: ``full`` or ``swa``.
@@ -84,12 +86,12 @@ class Space:
         departures: In the order in which they were ordered.
         window_tokens: Of sliding-window attention; None for full attention.
         supply: Asks for so many free pages before an allocation; set by the tick.
+        cleared: Says that every page has become free at once; set by the tick.
     """
 
     name: str
     geometry: Geometry
     tokens_per_block: int
-    layout: Layout
     free_list: Elastic = field(init=False)
     extents: ExtentPool = field(init=False)
     credit_tokens: int = 0
@@ -97,13 +99,15 @@ class Space:
     departures: deque[Departure] = field(default_factory=deque)
     window_tokens: int | None = None
     supply: Callable[[Space, int], None] | None = None
+    cleared: Callable[[Space], None] | None = None
     _layout_extents: list[range] = field(default_factory=list)
     _extent_bytes: int = 0
     _worst_extent_bytes: int = 0
     _num_resident_blocks: int = 0
 
     def __post_init__(self) -> None:
-        self.extents = ExtentPool(self.geometry.num_extents, pinned=(self.geometry.extent_of(PADDING_BLOCK),))
+        self.extents = ExtentPool(self.geometry.num_extents, pinned=(PINNED_EXTENT,))
+        self.arrived(self.extents.take_absent(1))
 
     @property
     def blocks_per_extent(self) -> int:
@@ -145,11 +149,11 @@ class Space:
         """What mapping one extent costs at most."""
         return self._worst_extent_bytes
 
-    def back(self, pool: ElasticPool) -> list[range]:
-        """Add a pool that is addressed with these ids.
+    def back(self, pool: ElasticPool, numbers: range) -> None:
+        """Add a pool that is addressed with these ids, and whose pinned extent is mapped.
 
-        Returns:
-            The numbers of its pinned extent in the process's layout, which are to be mapped for good.
+        Args:
+            numbers: Of its extents in the process's layout.
 
         Raises:
             InvariantError: The pool is cut otherwise, so the same ids would be other extents.
@@ -160,16 +164,9 @@ class Space:
                 f"a pool of {cut[0]} pages in extents of {cut[1]} cannot share the ids of one of "
                 f"{self.geometry.num_blocks} in extents of {self.geometry.blocks_per_extent}"
             )
-        numbers = self.layout.add(pool)
         self._layout_extents.append(numbers)
         self._extent_bytes += round(pool.bytes_per_token * self.extent_tokens)
         self._worst_extent_bytes += pool.geometry.extent_bytes
-        pinned = numbers.start + self.geometry.extent_of(PADDING_BLOCK)
-        return [range(pinned, pinned + 1)]
-
-    def pinned_resident(self) -> None:
-        """The pinned extent has been mapped in every pool."""
-        self.arrived(self.extents.take_absent(1))
 
     # Moving extents
 

@@ -120,6 +120,7 @@ class Ticker:
         self._waited_seconds = 0.0
         for space in self._spaces:
             space.supply = self._supply
+            space.cleared = self._trim_cleared
 
     def tick(self, demand: Demand, streams: Sequence[int] = ()) -> None:
         """Before a batch is chosen. Everything launched so far is on these streams."""
@@ -271,6 +272,10 @@ class Ticker:
     def _trim(self) -> None:
         owed = self._trimmer.trim(self._agreed, self._demand, self._short_at_ms, self._step)
         self._debt_bytes = owed if self._agreed.must else 0
+
+    def _trim_cleared(self, space: Space) -> None:
+        """The cache was flushed, on every rank: what it held goes at once. While SGLang is paused there is no tick."""
+        self._trimmer.give_all(space, self._step)
 
     # What available_size adds to what is free
 

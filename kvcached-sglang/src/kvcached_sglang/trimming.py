@@ -95,6 +95,10 @@ class Trimmer:
             self._surplus_paused_until_ms = agreed.now_ms + (0 if given else SURPLUS_PAUSE_MS)
         return max(0, owed)
 
+    def give_all(self, space: Space, step: int) -> None:
+        """Give back every extent but the pinned one; every page is free."""
+        self._retire(space, self._idle(space, keep_tokens=0), step)
+
     def hear(self, ack: Ack) -> bool:
         """Note an answer.
 

@@ -334,7 +334,8 @@ def run_sglang(session: nox.Session) -> list[Outcome]:
     if not (ROOT / "requirements" / "sglang-cpu.txt").exists():
         return [Outcome("sglang", remark="not run: there is no environment for it yet")]
     target = environment(session, "sglang-cpu", engine_python(session))
-    return [pytest(session, "sglang", target, "sglang")]
+    # `nox -s sglang -- -m slow` runs the rest: every other supported release, each started twice.
+    return [pytest(session, "sglang", target, "sglang", PYTEST_ADDOPTS="-m 'not slow'")]
 
 
 def engine_sources(session: nox.Session) -> Path:

@@ -759,6 +759,27 @@ def test_members_of_a_damaged_file_go_on_and_join_again_once_it_is_removed(
     world.close()
 
 
+def test_a_member_that_others_do_not_let_in_again_says_why_once(
+    runtime_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(runtime_dir, TOTAL)
+    account = join(world)
+    grow(account, 300)
+    world.path.unlink()
+    world.total_bytes = 5000
+    newcomer = join(world, "newcomer")
+    for _ in range(5):
+        world.clock.now_seconds += 1
+        account.heartbeat()
+        assert not account.registered
+    assert caplog.text.count("m cannot join the ledger again yet: host is 1000 bytes here, but newcomer") == 1
+    newcomer.leave()
+    world.clock.now_seconds += 1
+    account.heartbeat()
+    assert [(member.name, member.lease_bytes) for member in world.actors[1].ledger.snapshot().members] == [("m", 300)]
+    world.close()
+
+
 def test_a_static_lease_outlasts_the_loss_of_the_file(runtime_dir: Path) -> None:
     world = World(runtime_dir, TOTAL)
     account = join(world)

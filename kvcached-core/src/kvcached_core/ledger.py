@@ -590,6 +590,7 @@ class Account:
         self._tenure = 0
         self._next_heartbeat = 0.0
         self._trim_until_ns = 0
+        self._refusal = ""
         self.asked_name = texts.name
         self.member_id = texts.member_id
         self.name = texts.name
@@ -805,8 +806,11 @@ class Account:
         try:
             self._enter()
         except LedgerError as error:
-            logger.warning("%s cannot join the ledger again yet: %s", self.asked_name, error)
+            if str(error) != self._refusal:
+                logger.warning("%s cannot join the ledger again yet: %s", self.asked_name, error)
+            self._refusal = str(error)
             return
+        self._refusal = ""
         logger.warning("%s has joined the ledger of %s again", self.name, self._ledger.device_id)
 
     def _end(self) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from kvcached_core.backends import Backend, load_backend
 from kvcached_core.ledger import Account, Ledger
 
-from benchmarks.serving import KV_BYTES, ROOT, TOKEN_BYTES, Side, runtime_dir, setup, start, wait_ready, write
+from benchmarks.serving import ROOT, TOKEN_BYTES, Side, runtime_dir, setup, start, wait_ready, write
 from tests.e2e.ballast import ballast
 from tests.e2e.client import MODEL, Client
 from tests.e2e.engines import VLLM, Installed
@@ -35,6 +35,7 @@ from tests.e2e.server import Server, free_port
 from tests.models.families import make_model
 from tests.models.text import VOCABULARY_SIZE
 
+KV_BYTES = 12 << 30
 FILL_BYTES = 10 << 30
 PROMPT_TOKENS = 8192
 LEFT_FREE_BYTES = 3 << 29  # the ledger's headroom of 1 GiB, and half a GiB for what the engine allocates
@@ -170,7 +171,9 @@ def main() -> int:
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     installed = Installed.find(VLLM, arguments.vllm)
-    side = start(installed, "neighbour", out, elastic=True, flags=("--enforce-eager",))
+    side = start(
+        installed, "neighbour", out, elastic=True, flags=("--kv-cache-memory-bytes", str(KV_BYTES), "--enforce-eager")
+    )
     with side.server:
         wait_ready([side])
         found = measure(side, installed, out, arguments.repeats)

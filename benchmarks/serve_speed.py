@@ -25,7 +25,7 @@ from tests.e2e.engines import ENGINES, Installed
 from tests.e2e.readings import Readings
 
 LOADS = (
-    Load("saturated decode", num_prompts=128, input_tokens=128, output_tokens=512, concurrency=128),
+    Load("saturated decode", num_prompts=96, input_tokens=128, output_tokens=512, concurrency=96),
     Load("prefill-heavy", num_prompts=128, input_tokens=2048, output_tokens=32, concurrency=32),
 )
 WARM_UP = Load("warm-up", num_prompts=64, input_tokens=512, output_tokens=16, concurrency=64)

@@ -25,11 +25,12 @@ class Nvml:
         self.num_gpus = self._nvml.nvmlDeviceGetCount() if self._nvml else 0
 
     def process_bytes(self, pids: Iterable[int]) -> int | None:
-        """Device memory of these processes, on all devices together."""
+        """Device memory of these processes, on all devices together; None too where the driver does not say."""
         if self._nvml is None:
             return None
         wanted = set(pids)
-        return sum(used for pid, used in self._processes() if pid in wanted)
+        used = [used for pid, used in self._processes() if pid in wanted]
+        return None if None in used else sum(filter(None, used))
 
     def pids(self) -> set[int] | None:
         """Every process that holds memory on a device."""
@@ -53,12 +54,12 @@ class Nvml:
         driver = self._nvml.nvmlSystemGetDriverVersion()
         return {"GPUs": str(self.num_gpus), "GPU": ", ".join(names), "driver": str(driver)}
 
-    def _processes(self) -> Iterable[tuple[int, int]]:
+    def _processes(self) -> Iterable[tuple[int, int | None]]:
         assert self._nvml is not None
         for index in range(self.num_gpus):
             handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
             for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-                yield process.pid, process.usedGpuMemory or 0
+                yield process.pid, process.usedGpuMemory
 
 
 def _load_nvml() -> ModuleType | None:

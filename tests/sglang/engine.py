@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvcached_core.ledger import Ledger, MemberStatistics
 
@@ -75,51 +75,26 @@ class Result:
     retractions: int
 
 
-class Engine:
-    """One engine: its main process and what that starts.
+class Remote:
+    """A process that does what it is told, over a socket of JSON lines.
 
     Args:
-        model: Folder of the model.
+        program: Its command line; the socket's number and JSON arguments follow.
+        arguments: Each passed as JSON.
         log: File for what it prints.
-        settings: ``KVCACHED_*`` and others for its environment; None: the stock engine.
-        ranks: More settings, of each rank.
-        extra: More of the environment, also of the stock engine.
-        python_path: Before everything else on its ``PYTHONPATH``.
-        flags: Of ``sglang.Engine``.
+        environment: Of the process.
     """
 
     def __init__(
-        self,
-        model: Path,
-        log: Path,
-        settings: Mapping[str, str] | None,
-        *,
-        ranks: Sequence[Mapping[str, str]] = (),
-        python_path: Sequence[Path] = (),
-        extra: Mapping[str, str] | None = None,
-        **flags: Any,
+        self, program: Sequence[str], arguments: Sequence[Any], log: Path, environment: Mapping[str, str]
     ) -> None:
         self.log = log
-        elastic = settings is not None
-        path = os.pathsep.join(map(str, [*python_path, *filter(None, [os.environ.get("PYTHONPATH")]), STUBS]))
-        arguments = FLAGS | {"model_path": str(model)} | flags
         ours, theirs = socket.socketpair()
         with theirs, log.open("w") as output:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "tests.sglang.engine_process",
-                    str(theirs.fileno()),
-                    json.dumps(arguments),
-                    json.dumps([dict(each) for each in ranks]),
-                ],
+                [*program, str(theirs.fileno()), *map(json.dumps, arguments)],
                 pass_fds=[theirs.fileno()],
-                env=_without_settings()
-                | QUIET
-                | dict(extra or {})
-                | dict(settings or {})
-                | {"ENABLE_KVCACHED": str(int(elastic)), "PYTHONPATH": path},
+                env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -128,7 +103,7 @@ class Engine:
         self._channel = ours
         self._lines = ours.makefile("rw")
 
-    def wait_ready(self) -> Engine:
+    def wait_ready(self) -> Self:
         assert self.answer(START_SECONDS) == "ready"
         return self
 
@@ -150,10 +125,6 @@ class Engine:
         self.ask(command, **arguments)
         return self.answer()
 
-    def generate(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Result]:
-        """Run all at once, greedily, to exactly so many tokens."""
-        return [Result(**each) for each in self.do("generate", prompts=prompts, max_tokens=max_tokens)]
-
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
@@ -174,6 +145,68 @@ class Engine:
 
     def _tail(self) -> str:
         return "\n  ".join(["; the end of its log:", *self.log_text().splitlines()[-40:]])
+
+
+class Engine(Remote):
+    """One SGLang engine: its main process and what that starts.
+
+    Args:
+        model: Folder of the model.
+        log: File for what it prints.
+        settings: ``KVCACHED_*`` and others for its environment; None: the stock engine.
+        ranks: More settings, of each rank.
+        extra: More of the environment, also of the stock engine.
+        python_path: Before everything else on its ``PYTHONPATH``.
+        flags: Of ``sglang.Engine``.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        settings: Mapping[str, str] | None,
+        *,
+        ranks: Sequence[Mapping[str, str]] = (),
+        extra: Mapping[str, str] | None = None,
+        python_path: Sequence[Path] = (),
+        **flags: Any,
+    ) -> None:
+        path = os.pathsep.join(map(str, [*python_path, *filter(None, [os.environ.get("PYTHONPATH")]), STUBS]))
+        switch = {"ENABLE_KVCACHED": str(int(settings is not None)), "PYTHONPATH": path}
+        super().__init__(
+            [sys.executable, "-m", "tests.sglang.engine_process"],
+            [FLAGS | {"model_path": str(model)} | flags, [dict(each) for each in ranks]],
+            log,
+            _without_settings() | QUIET | dict(extra or {}) | dict(settings or {}) | switch,
+        )
+
+    def generate(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Result]:
+        """Run all at once, greedily, to exactly so many tokens."""
+        return [Result(**each) for each in self.do("generate", prompts=prompts, max_tokens=max_tokens)]
+
+
+class VllmNeighbour(Remote):
+    """One vLLM engine, in the environment of its own tests.
+
+    Args:
+        python: Its environment's interpreter.
+        settings: ``KVCACHED_*`` for its environment.
+        flags: Of ``vllm.LLM``.
+    """
+
+    def __init__(self, python: str, model: Path, log: Path, settings: Mapping[str, str], **flags: Any) -> None:
+        plain = {"model": str(model), "dtype": "float32", "block_size": 32, "enforce_eager": True, "seed": 0}
+        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        super().__init__(
+            [python, "-m", "tests.vllm.engine_process"],
+            [plain | {"skip_tokenizer_init": True, "disable_log_stats": False} | flags],
+            log,
+            _without_settings() | environment | dict(settings) | {"ENABLE_KVCACHED": "1", "OMP_NUM_THREADS": "1"},
+        )
+
+    def generate(self, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
+        """Run all at once, greedily, to exactly so many tokens."""
+        return [each["tokens"] for each in self.do("generate", prompts=prompts, max_tokens=max_tokens)]
 
 
 def together(engines: Sequence[Engine], prompts: Sequence[Prompt], max_tokens: int) -> list[list[Result]]:

@@ -24,7 +24,7 @@ def pools() -> Iterator[list[ElasticPool]]:
 
 @pytest.fixture
 def layout(pools: list[ElasticPool]) -> Layout:
-    layout = Layout()
+    layout = Layout(PAGE)
     for pool in pools:
         layout.add(pool)
     return layout

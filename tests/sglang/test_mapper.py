@@ -32,7 +32,6 @@ def member(runtime_dir: Path) -> Iterator[Member]:
     made = join(runtime_dir)
     made.layout.add(rebuild(make_mha(), page_bytes=4096))
     made.rank.pin(range(1))
-    made.start()
     yield made
     made.close()
 
@@ -106,7 +105,6 @@ def test_stopping_gives_everything_back(runtime_dir: Path):
     made = join(runtime_dir)
     made.layout.add(rebuild(make_mha(), page_bytes=4096))
     made.rank.pin(range(1))
-    made.start()
     made.mapper.send(Report(1, 0, 0, 0, busy=True))
     other = join(runtime_dir, "two")
     made.close()
@@ -134,7 +132,7 @@ def test_an_error_that_nobody_expected_ends_the_process(runtime_dir: Path):
         "from tests.sglang.test_mapper import join\n"
         f"member = join(Path({str(runtime_dir)!r}))\n"
         "member.mapper.send(lambda: 1 / 0)\n"
-        "member.mapper.start(); member.mapper.join(30)\n"
+        "member.mapper.join(30)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 70

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvcached_core import metrics as core_metrics
 from kvcached_core.config import Settings
 from kvcached_core.errors import InvariantError
 from kvcached_core.logs import active_line
@@ -170,9 +171,10 @@ class Engine:
             ),
             extent_bytes=self._member.extent_bytes,
         )
+        if args.enable_metrics:
+            core_metrics.register(self._settings)
         if args.sleep_on_idle:
             log.warning("--sleep-on-idle: an idle engine looks up once a second, so memory comes back that much later")
-        self._member.start()
         self._member.mapper.send(self._member.arenas.seal_guards)
 
     def _agree_on_layout(self, agreement: Agreement) -> None:

@@ -33,13 +33,15 @@ class Layout:
 
     blocks_per_extent = 1
 
-    def __init__(self) -> None:
+    def __init__(self, granularity_bytes: int) -> None:
+        """No pool yet; a rank without memory counts in the device's granularity."""
+        self._granularity_bytes = granularity_bytes
         self._parts: list[_Part] = []
 
     @property
     def page_bytes(self) -> int:
         """Of every pool; the first one's."""
-        return self._parts[0].pool.arena.page_bytes
+        return self._parts[0].pool.arena.page_bytes if self._parts else self._granularity_bytes
 
     def add(self, pool: ElasticPool) -> range:
         """Number a pool's extents and pages after those there are.
@@ -75,7 +77,7 @@ class Layout:
 
     def worst_case_pages(self, num_blocks: int, *, multiple_of: int = 1) -> int:
         """Pages that so many extents take at most, were all of the dearest pool."""
-        dearest = max((part.pool.geometry.extent_bytes for part in self._parts), default=0)
+        dearest = max((part.pool.geometry.extent_bytes for part in self._parts), default=self.page_bytes)
         return num_blocks * dearest // self.page_bytes
 
     def split(self, page_ranges: Iterable[range]) -> list[tuple[ElasticPool, list[range]]]:

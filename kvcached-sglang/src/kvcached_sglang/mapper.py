@@ -50,7 +50,7 @@ class Mapper(threading.Thread):
     def __init__(self, rank: Rank, extent_bytes: Callable[[], int], *, tick_seconds: float = TICK_SECONDS) -> None:
         """
         Args:
-            rank: Used by this thread alone from its start on, but for ``note_step``.
+            rank: Used by this thread alone, but for ``pin`` and ``note_step``.
             extent_bytes: What the rank counts an extent as.
         """
         super().__init__(name="kvcached-mapper", daemon=True)

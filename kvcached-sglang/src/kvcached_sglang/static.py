@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 LOADING_DEADLINE_SECONDS = 120.0
 """How long an engine that is loading waits for its neighbours to trim."""
+MAX_SLACK_BYTES = 8 << 30
+"""Activations and graphs never come near a half of a large card, which ``--mem-fraction-static 0.5`` leaves out to
+make the KV cache small: two such servers would lock each other out."""
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
@@ -39,7 +42,7 @@ class StaticLease:
     def __init__(self, member: Member, used_bytes: Callable[[], int] | None, fraction: float) -> None:
         self._member = member
         self._used_bytes = used_bytes
-        self._slack_bytes = int(member.limits.total_bytes * (1 - fraction))
+        self._slack_bytes = min(int(member.limits.total_bytes * (1 - fraction)), MAX_SLACK_BYTES)
 
     def take(self, weights_bytes: int = 0) -> None:
         """Hold what is used now, so much more for weights to come, and what running them takes; wait for room for it.

@@ -143,6 +143,15 @@ def test_who_wants_more_than_its_share_gets_its_share(world: World) -> None:
     assert second.lease(TOTAL) == 750
 
 
+def test_what_is_asked_for_counts_as_demand_before_it_was_reported(world: World) -> None:
+    first, second = join(world), join(world)
+    grow(first, 500)
+    say(first, demand=TOTAL, unmet=500, busy=True)
+    assert second.lease(300) == 300
+    assert second.lease(300) == 200
+    assert first.lease(500) == 0
+
+
 def test_saturated_members_rest_at_their_weights_and_stay_there(world: World) -> None:
     weights = {"a": 1.0, "b": 2.0, "c": 5.0}
     accounts = [join(world, name, weight=weight) for name, weight in weights.items()]

@@ -66,8 +66,7 @@ def limits(shares: Sequence[Share], capacity_bytes: int) -> list[int]:
     """
     floors = [min(share.floor_bytes, share.demand_bytes, share.ceiling_bytes) for share in shares]
     needs = [
-        replace(share, demand_bytes=max(share.in_use_bytes, floor), lease_bytes=0)
-        for share, floor in zip(shares, floors, strict=True)
+        replace(share, demand_bytes=max(share.in_use_bytes, floor)) for share, floor in zip(shares, floors, strict=True)
     ]
     short_of_floor = any(share.lease_bytes < floor for share, floor in zip(shares, floors, strict=True))
     if not short_of_floor or sum(min(need.demand_bytes, need.ceiling_bytes) for need in needs) <= capacity_bytes:

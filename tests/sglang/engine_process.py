@@ -84,10 +84,10 @@ def _result(output: dict[str, Any] | BaseException) -> dict[str, Any]:
     about = output["meta_info"]
     finish = about["finish_reason"]
     return {
-        "tokens": output["output_ids"],
+        "tokens": output.get("output_ids", []),
         "finish": finish["type"],
         "message": finish.get("message", ""),
-        "cached": about["cached_tokens"],
+        "cached": about.get("cached_tokens", 0),
         "retractions": about.get("num_retractions", 0),
     }
 

@@ -67,7 +67,8 @@ def settings(runtime_dir: Path, name: str = NAME, **more: str) -> dict[str, str]
 @pytest.fixture(scope="module")
 def engines(gqa_model: Path, tmp_path_factory: pytest.TempPathFactory, module_runtime_dir: Path) -> Iterator[Pair]:
     logs = tmp_path_factory.mktemp("engines")
-    native = Engine(gqa_model, logs / "native.log", None, max_total_tokens=CAPACITY)
+    # Asleep between its tests, so that it takes no core from the other one.
+    native = Engine(gqa_model, logs / "native.log", None, max_total_tokens=CAPACITY, sleep_on_idle=True)
     elastic = Engine(gqa_model, logs / "elastic.log", settings(module_runtime_dir))
     try:
         native.wait_ready()
@@ -189,7 +190,7 @@ def test_memory_is_really_unmapped_after_a_flush(engines: Pair):
     before = resident_of(pid)
     engines.check_equal(prompts(10, 600, seed=16), 16)
     held = engines.resident_bytes
-    assert held >= 20 * MIB
+    assert held >= 10 * MIB
     assert resident_of(pid) - before >= 0.9 * held
     engines.reset()
     assert resident_of(pid) - before <= 0.2 * held
@@ -197,7 +198,7 @@ def test_memory_is_really_unmapped_after_a_flush(engines: Pair):
 
 def test_a_ceiling_lowered_while_idle_is_followed_with_no_request(engines: Pair):
     engines.check_equal(prompts(10, 600, seed=17), 16)
-    assert engines.resident_bytes >= 20 * MIB
+    assert engines.resident_bytes >= 10 * MIB
     engines.limit(5 * MIB)
     assert until(lambda: engines.resident_bytes <= 5 * MIB, "a lowered ceiling followed") < 2.0
     engines.check_equal(prompts(10, 600, seed=17)[:1], 16)
@@ -216,16 +217,14 @@ def test_releasing_and_resuming_twenty_times(engines: Pair):
 
 
 def test_usage_means_used_of_what_can_be_had(engines: Pair):
-    engines.limit(8 * MIB)
-    engines.elastic.ask("generate", prompts=prompts(12, 100, seed=19), max_tokens=400)
-    engines.elastic.answer()
+    engines.limit(4 * MIB)
+    engines.elastic.generate(prompts(12, 100, seed=19), 120)
     usages = [
         float(line.split("token usage: ")[1].split(",")[0])
         for line in engines.elastic.log_text().splitlines()
         if "Decode batch" in line and "token usage: " in line
     ]
     assert 0.7 < max(usages) <= 1.0
-    engines.native.generate(prompts(12, 100, seed=19), 400)
     engines.reset()
 
 

@@ -50,7 +50,7 @@ def test_a_wait_for_memory_that_does_not_come_ends():
     scene.hands.on_wait = lambda: None
     scene.cache.held.append(range(1, 64))  # evicting covers the step
     scene.tick(demand(100, running=10))
-    assert scene.hands.waits == 1
+    assert scene.ticker.statistics.waited_seconds == pytest.approx(0.05)
     assert scene.space.free_tokens == FREE_AT_START
 
 

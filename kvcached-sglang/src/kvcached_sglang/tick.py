@@ -40,8 +40,11 @@ log = logging.getLogger(__name__)
 
 AGREEMENT_TICKS = 16
 """Ticks between the agreements of several ranks while nothing is short."""
-WAIT_SECONDS = 0.005
-"""How long a tick waits for growth on its way when the next step would be short."""
+POLL_SECONDS = 0.005
+"""How often a waiting tick agrees anew."""
+UNDER_WAY_SECONDS = 0.05
+"""How long a tick waits for growth on its way when the next step would be short. Mapping what one step needs takes a few
+milliseconds; SGLang would evict cached content instead, which costs a prefill later."""
 NEIGHBOUR_SECONDS = 0.1
 """How long it waits for a neighbour to trim before running requests are retracted: prefilling one anew costs more."""
 LAST_RESORT_SECONDS = 10.0
@@ -224,7 +227,7 @@ class Ticker:
             return
         began_ms, began = self._agreed.now_ms, self._now()
         while self._is_short(Space.step_tokens) and self._agreed.now_ms - began_ms < self._patience() * 1000:
-            self._hands.wait(WAIT_SECONDS)
+            self._hands.wait(POLL_SECONDS)
             self._agree()
             self._grow()
         self._waits += 1
@@ -235,7 +238,7 @@ class Ticker:
         if not self._may_still_grow():
             return 0.0
         if self._cache_covers(self._demand.pledged + self._demand.decode):
-            return WAIT_SECONDS if self._grower.under_way else 0.0
+            return UNDER_WAY_SECONDS if self._grower.under_way else 0.0
         return LAST_RESORT_SECONDS if self._demand.pledged or self._demand.running == 1 else NEIGHBOUR_SECONDS
 
     def _may_still_grow(self) -> bool:
@@ -260,7 +263,7 @@ class Ticker:
         began_ms, tried = self._agreed.now_ms, False
         while space.free_tokens < wanted and (not tried or self._agreed.now_ms - began_ms < LAST_RESORT_SECONDS * 1000):
             if tried:
-                self._hands.wait(WAIT_SECONDS)
+                self._hands.wait(POLL_SECONDS)
             self._agree()
             tried = True
             ordered = self._grower.order(space, wanted, self.growable_bytes, self._agreed)

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from kvcached_core import __version__
 from kvcached_core.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler
 
 
 def active_line(
@@ -47,7 +55,8 @@ def follow(engine_log: logging.Logger, level: str, *packages: str) -> None:
     """Afterwards kvcached's packages log to whatever handlers the engine's logger has, at their own level.
 
     vLLM gives handlers to its own logger only, from 0.31 on after plugins were loaded, and leaves the root logger
-    without one, so that other packages' INFO lines are lost. Source: ``vllm/logger.py`` (0.30 to 0.33).
+    without one, so that other packages' INFO lines are lost. Source: ``vllm/logger.py`` (0.30 to 0.33). Until the
+    engine's logger has a handler, lines go to standard error.
 
     Args:
         engine_log: The logger that has the engine's handlers, or will have.
@@ -58,3 +67,18 @@ def follow(engine_log: logging.Logger, level: str, *packages: str) -> None:
         log = logging.getLogger(package)
         log.setLevel(level)
         log.parent = engine_log
+        if not any(isinstance(handler, _BeforeTheEngines) for handler in log.handlers):
+            log.addHandler(_BeforeTheEngines(engine_log))
+
+
+class _BeforeTheEngines(_StreamHandler):
+    """Writes to standard error as long as the engine's logger has no handler."""
+
+    def __init__(self, engine_log: logging.Logger) -> None:
+        super().__init__()
+        self._engine_log = engine_log
+        self.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s", "%m-%d %H:%M:%S"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._engine_log.hasHandlers():
+            super().emit(record)

@@ -6,6 +6,7 @@ and in strict mode the end of the process.
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 
@@ -47,7 +48,7 @@ def general() -> None:
 
     if isinstance(current_platform, ElasticPlatform):
         metrics.register(with_engine_id(settings))
-    else:
+    elif not _say_inactive.cache_info().currsize:  # else the probe has said it
         inactive(
             settings,
             f"vLLM chose {type(current_platform).__qualname__} instead of kvcached's platform. See the lines above; "
@@ -62,9 +63,15 @@ def inactive(settings: Settings, reason: str) -> None:
     Raises:
         SystemExit: In strict mode. vLLM swallows `Exception` here, and nothing else.
     """
-    log.error(logs.inactive_line(engine="vLLM", reason=reason))
+    _say_inactive(reason)
     if settings.strict:
         sys.exit(1)
+
+
+@functools.cache
+def _say_inactive(reason: str) -> None:
+    """Once per process: vLLM asks for its platform, and updates a configuration, more often than that."""
+    log.error(logs.inactive_line(engine="vLLM", reason=reason))
 
 
 def _settings() -> Settings:

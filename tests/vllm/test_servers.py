@@ -1,0 +1,174 @@
+"""Real ``vllm serve`` processes with default memory flags on one host budget, from their start to SIGTERM.
+
+Each has an API server, an engine core and a worker, three processes. The tests run in this order and share the servers.
+An extent is 256 tokens, 1 MiB; the budget is 64 of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.engine import MIB, prompts, until
+from tests.vllm.servers import BUDGET, EXTENT, Host, Serving
+
+CACHE_CEILING = 8 * MIB
+
+
+@pytest.fixture(scope="module")
+def host(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory, module_runtime_dir: Path) -> Iterator[Host]:
+    """Two servers, started at once."""
+    with ExitStack() as stack:
+        made = Host(tiny_llama, tmp_path_factory.mktemp("servers"), module_runtime_dir, stack)
+        made.start("A")
+        made.start("B", {"KVCACHED_CACHE_CEILING": str(CACHE_CEILING)})
+        made.wait_ready("A")
+        made.wait_ready("B")
+        made.watch()
+        yield made
+
+
+def test_two_engines_with_default_flags_start_at_once_with_the_same_capacity(host: Host) -> None:
+    """V11, V19: what the other holds plays no part."""
+    assert sorted(host.members()) == ["A", "B"]
+    for serving in host.servings.values():
+        [line] = [line for line in serving.server.log_text().splitlines() if " is on: vLLM" in line]
+        assert "virtual capacity 64.00 MiB" in line
+    assert host.member("A").ceiling_bytes == host.member("B").ceiling_bytes == BUDGET
+
+
+def test_usage_on_the_metrics_endpoint_is_a_share_of_what_can_be_had(host: Host) -> None:
+    """A router takes an engine at 0.8 for full. Nearly all of eight extents are used here, an eighth of all 64."""
+    a = host.servings["A"]
+    host.limit("A", 8 * EXTENT)
+    seen = []
+    running = [a.ask(prompt, 200) for prompt in prompts(8, 40, seed=1)]
+    while not all(future.done() for future in running):
+        seen.append(a.metric("vllm:kv_cache_usage_perc"))
+        time.sleep(0.02)
+    assert 0.6 < max(seen) <= 1
+    host.limit("A")
+    until(lambda: a.metric("vllm:kv_cache_usage_perc") == 0, "no usage while idle")
+
+
+def test_our_figures_are_on_the_metrics_endpoint(host: Host) -> None:
+    a = host.servings["A"]
+    assert a.metric("kvcached_resident_bytes") == host.member("A").resident_bytes
+    assert a.metric("kvcached_ceiling_bytes") == BUDGET
+
+
+def test_the_limit_command_is_followed_by_an_idle_server_with_no_request_sent(host: Host) -> None:
+    host.servings["A"].ask_all(prompts(14, 900, seed=2), 4)
+    assert host.member("A").resident_bytes > 40 * EXTENT
+    command = [sys.executable, "-m", "kvcached_core.cli", "limit", "A", "--floor", "0", "--ceiling", "6MiB", "--json"]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "KVCACHED_RUNTIME_DIR": str(host.runtime_dir)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert host.member("A").resident_bytes <= 6 * EXTENT
+    print(json.loads(done.stdout))
+    host.limit("A")
+
+
+def test_the_first_request_of_one_gets_the_memory_that_the_other_has_only_cached(host: Host) -> None:
+    host.drop_caches()
+    host.servings["A"].ask_all(prompts(18, 900, seed=3), 4)
+    held = host.member("A").resident_bytes
+    assert held > 55 * EXTENT
+    requests = prompts(10, 900, seed=4)
+    started = time.monotonic()
+    tokens = host.servings["B"].ask_all(requests, 4)
+    print(f"B answered in {time.monotonic() - started:.2f} s; A went from {held // MIB} MiB")
+    assert host.member("A").resident_bytes <= held - 20 * EXTENT
+    assert host.servings["A"].ask_all(requests, 4) == tokens
+
+
+def test_more_demand_than_memory_for_a_while_ends_every_request_with_the_same_tokens(host: Host) -> None:
+    """V1: each of the two alone would want three quarters of the budget."""
+    requests = prompts(16, 500, seed=5)
+    alone = host.servings["A"].ask_all(requests, 250)
+    host.drop_caches()
+    running = {name: [serving.ask(prompt, 250) for prompt in requests] for name, serving in host.servings.items()}
+    peak = 0
+    while not all(future.done() for futures in running.values() for future in futures):
+        peak = max(peak, sum(host.member(name).lease_bytes for name in running))
+        time.sleep(0.01)
+    assert peak <= BUDGET
+    assert {name: [future.result() for future in futures] for name, futures in running.items()} == {
+        "A": alone,
+        "B": alone,
+    }
+    preempted = {name: serving.metric("vllm:num_preemptions_total") for name, serving in host.servings.items()}
+    print(f"peak lease {peak // MIB} MiB, preemptions {preempted}")
+    assert sum(preempted.values()) > 0
+
+
+def test_after_load_an_idle_server_holds_little_more_than_its_cache_bound(host: Host) -> None:
+    """V3: at most half as much again, five seconds later."""
+    b = host.servings["B"]
+    for seed, length in enumerate((60, 400, 900, 200)):
+        b.ask_all(prompts(8, length, seed=20 + seed), 16)
+    until(lambda: host.member("B").resident_bytes <= 1.5 * CACHE_CEILING, "the cache bound", 5)
+    assert host.member("B").cached_bytes > 0
+
+
+def test_a_third_engine_starts_and_serves_while_a_neighbour_saturates_the_host(host: Host) -> None:
+    """V2: its first page and its floor come from the neighbour, at the price of preempting requests there."""
+    over = threading.Event()
+    a = host.servings["A"]
+    loads = [a.pool.submit(_load, a, seed, over) for seed in range(16)]
+    until(lambda: host.member("A").in_use_bytes >= BUDGET - 12 * EXTENT, "saturation", 60)
+    host.start("C")
+    seconds = host.wait_ready("C")
+    [prompt] = prompts(1, 900, seed=30)
+    asked = time.monotonic()
+    tokens = host.servings["C"].ask(prompt, 16).result(timeout=120)
+    print(f"C was ready in {seconds:.1f} s and answered in {time.monotonic() - asked:.1f} s")
+    assert not any(load.done() for load in loads)
+    over.set()
+    for load in loads:
+        load.result()
+    assert host.servings["A"].ask(prompt, 16).result() == tokens
+
+
+def _load(serving: Serving, seed: int, over: threading.Event) -> None:
+    """Requests without a pause until it is over."""
+    while not over.is_set():
+        serving.ask_all(prompts(1, 500, seed=100 + seed), 400)
+        seed += 100
+
+
+def test_a_terminated_server_leaves_nothing_and_its_name_is_free(host: Host) -> None:
+    """V15."""
+    end = host.servings.pop("C").server.interrupt(deadline_seconds=60, number=signal.SIGTERM)
+    assert end.left == ()
+    assert "C" not in host.members()
+    assert list((host.runtime_dir / "orders").iterdir()) == []
+    again = host.ledger.join("C", engine="vllm")
+    assert again.name == "C"
+    again.leave()
+
+
+def test_an_orderly_end_says_nothing_of_errors_and_empties_the_ledger(host: Host) -> None:
+    for name, serving in host.servings.items():
+        end = serving.server.interrupt(deadline_seconds=60)
+        assert end.left == ()
+        ours = [line for line in serving.server.log_text().splitlines() if "ERROR" in line or "CRITICAL" in line]
+        assert ours == [], f"{name}: {ours[:5]}"
+    assert host.members() == []
+    assert host.ledger.snapshot().unleased_bytes == BUDGET

@@ -25,6 +25,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -41,6 +42,7 @@ from kvcached_core.orders import (
     ToRank,
     Undo,
 )
+from kvcached_core.wake import wake
 
 log = logging.getLogger(__name__)
 
@@ -172,6 +174,7 @@ class Agent(threading.Thread):
         self._grown = threading.Condition(lock)
         self._now = now
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._kicked = False  # and not heard yet
         self._stopping = False
         self._seq = 0
         self._pending: dict[int, _Pending] = {}
@@ -187,7 +190,18 @@ class Agent(threading.Thread):
 
     def kick(self) -> None:
         """Demand has changed: look at once. Any thread."""
-        os.eventfd_write(self._wake, 1)
+        if not self._kicked:
+            self._kicked = True
+            wake(self._wake)
+
+    def foresee(self, num_blocks: int) -> None:
+        """The next steps take so many clean blocks: have them mapped if that can be. With the lock held.
+
+        Wakes the thread only where it could grow and is not growing yet: at the limit it would find nothing to do,
+        step after step, and take the interpreter from the engine meanwhile.
+        """
+        if self._blocks.num_clean_blocks < num_blocks and not self._mapping_extents and self._growable > 0:
+            self.kick()
 
     def stop(self) -> None:
         """End the thread and close the links. Idempotent. Not with the lock held."""
@@ -262,10 +276,9 @@ class Agent(threading.Thread):
     def _sleep(self) -> None:
         open_links = [link.fileno() for link in self._links if not link.closed]
         select.select([self._wake, *open_links], [], [], TICK_SECONDS)
-        try:
+        with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        except BlockingIOError:
-            return
+        self._kicked = False
 
     # Hearing
 
@@ -371,10 +384,15 @@ class Agent(threading.Thread):
             return 0
         return max(0, min(self._blocks.extents.room, self._may_hold - self._num_held))
 
+    @property
+    def can_grow(self) -> bool:
+        """Whether an extent could be mapped now; with the lock held. If not, a kick is of no use."""
+        return not self._stuck and self._growable > 0 and self._now() >= self._growth_held_until
+
     def _waiting_helps(self) -> bool:
         if self._stuck or self.statistics.mapped_extents == self._gave_up_after:
             return False
-        return self._mapping_extents > 0 or (self._growable > 0 and self._now() >= self._growth_held_until)
+        return self._mapping_extents > 0 or self.can_grow
 
     def _plan(self, now: float) -> list[_Pending]:
         orders = []

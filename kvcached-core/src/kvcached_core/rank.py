@@ -34,6 +34,7 @@ from kvcached_core.orders import (
     Welcome,
 )
 from kvcached_core.sizes import format_bytes
+from kvcached_core.wake import wake
 
 if TYPE_CHECKING:
     from kvcached_core.arena import Arena
@@ -135,7 +136,7 @@ class Rank:
         """
         self._launched = (step, streams)
         if self._retiring:
-            os.eventfd_write(self.wake, 1)
+            wake(self.wake)
 
     def order(self, message: ToRank) -> None:
         """Carry out an order; what is to be answered appears in `tick`. Ignored once closed."""
@@ -154,7 +155,7 @@ class Rank:
             else:
                 self._said.append(self._welcome(message))
             if self._said or self._retiring:
-                os.eventfd_write(self.wake, 1)
+                wake(self.wake)
 
     def tick(self) -> list[FromRank]:
         """Look at fences and at the ledger. Call at least every `orders.TICK_SECONDS`.

@@ -86,7 +86,7 @@ class ElasticScheduling:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
             self._step += 1
             setattr(output, STEP_ATTRIBUTE, self._step)
-            if self._blocks.num_clean_blocks < self._demand.next_steps_blocks():
+            if self._agent.can_grow and self._blocks.num_clean_blocks < self._demand.next_steps_blocks():
                 self._agent.kick()
             return output
 

@@ -69,7 +69,7 @@ class Plugin:
             static_used_bytes=used,
         )
         register_metrics(self._settings)
-        self._static = StaticLease(self._member, used, args.mem_fraction_static)
+        self._static = StaticLease(self._member, used, model_runner.mem_fraction_static)
         self._static.take(checkpoint_bytes(args))
 
     def _stay_native(self, reasons: list[str]) -> None:

@@ -130,8 +130,7 @@ class Remote:
 
     def stop(self) -> None:
         """Let it end in order; nothing of it is left afterwards."""
-        self._lines.close()
-        self._channel.close()
+        self._hang_up()
         try:
             self.process.wait(60)
         finally:
@@ -142,6 +141,12 @@ class Remote:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(30)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(BrokenPipeError):  # what was not sent yet
+            self._lines.close()
+        self._channel.close()
 
     def _tail(self) -> str:
         return "\n  ".join(["; the end of its log:", *self.log_text().splitlines()[-40:]])

@@ -43,8 +43,8 @@ AGREEMENT_TICKS = 16
 POLL_SECONDS = 0.005
 """How often a waiting tick agrees anew."""
 UNDER_WAY_SECONDS = 0.05
-"""How long a tick waits for growth on its way when the next step would be short. Mapping what one step needs takes a few
-milliseconds; SGLang would evict cached content instead, which costs a prefill later."""
+"""How long a tick waits for growth on its way when the next step would be short. Mapping what one step needs takes a
+few milliseconds; SGLang would evict cached content instead, which costs a prefill later."""
 NEIGHBOUR_SECONDS = 0.1
 """How long it waits for a neighbour to trim before running requests are retracted: prefilling one anew costs more."""
 LAST_RESORT_SECONDS = 10.0

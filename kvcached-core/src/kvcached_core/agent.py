@@ -194,15 +194,6 @@ class Agent(threading.Thread):
             self._kicked = True
             wake(self._wake)
 
-    def foresee(self, num_blocks: int) -> None:
-        """The next steps take so many clean blocks: have them mapped if that can be. With the lock held.
-
-        Wakes the thread only where it could grow and is not growing yet: at the limit it would find nothing to do,
-        step after step, and take the interpreter from the engine meanwhile.
-        """
-        if self._blocks.num_clean_blocks < num_blocks and not self._mapping_extents and self._growable > 0:
-            self.kick()
-
     def stop(self) -> None:
         """End the thread and close the links. Idempotent. Not with the lock held."""
         self._stopping = True

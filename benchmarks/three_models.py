@@ -22,15 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.neighbour import percentile
-from benchmarks.serving import ROOT, Side, setup, start, wait_ready, write
+from benchmarks.serving import ROOT, Side, runtime_dir, setup, start, wait_ready, write
 from tests.e2e.ballast import ballast
 from tests.e2e.client import MODEL
 from tests.e2e.engines import VLLM, Installed
-from tests.e2e.readings import Nvml
+from tests.e2e.readings import Nvml, members, withheld_bytes
 
 NUM_MODELS = 3
 KV_BYTES = 24 << 30
-RESERVE_BYTES = 3 << 30  # the ledger's headroom, and what three engines still allocate beside their caches
 ROUNDS = 2
 BURST_REQUESTS = 112
 INPUT_TOKENS = 1024
@@ -100,7 +99,9 @@ def run_arm(arm: str, installed: Installed, out: Path) -> dict[str, Any]:
             stack.enter_context(side.server)
         wait_ready(sides)
         if arm == "elastic":
-            stack.enter_context(ballast(Nvml(), KV_BYTES + RESERVE_BYTES, installed.python))
+            held = sum(member.resident_bytes for _, member in members(runtime_dir(out)))
+            left = KV_BYTES - held + withheld_bytes(runtime_dir(out))
+            stack.enter_context(ballast(Nvml(), left, installed.python))
         result = load(sides, out, arm)
     print(f"{arm}: {result}", flush=True)
     return result

@@ -4,8 +4,8 @@
     python -m tests.e2e.pair --vllm PYTHON --cpu --out build/pair-cpu
 
 Server A is vLLM with a GQA model, B is SGLang with a linear-attention hybrid (on a CPU: vLLM with a sliding-window
-model). Both have the same ceiling, and nothing beyond it is free: on a large GPU a third process takes the rest with
-one plain allocation, so the driver itself has no more to give. Loads are sized from a calibration to need 70 % of
+model). Both have the same ceiling, and together they can have no more: on a large GPU a third process takes the rest
+with one plain allocation, so the driver itself has no more to give. Loads are sized from a calibration to need 70 % of
 what is free. Each phase's memory is read four times a second, in the ledger and in the driver.
 """
 
@@ -30,7 +30,7 @@ from tests.e2e.checks import CRASHED, IDLE_FOOTPRINT_BYTES, Check, Outcome
 from tests.e2e.client import Answer, Client
 from tests.e2e.engines import ENGINES, SGLANG, VLLM, Engine, Installed
 from tests.e2e.phases import Prompts
-from tests.e2e.readings import Nvml, Readings
+from tests.e2e.readings import Nvml, Readings, statistics, withheld_bytes
 from tests.e2e.report import summary
 from tests.e2e.run import ERROR_SIGNATURES, EXIT_DEADLINE_SECONDS
 from tests.e2e.server import Server, free_port, kill_all_and_interrupt
@@ -41,8 +41,6 @@ ROOT = Path(__file__).resolve().parents[2]
 LOAD_SHARE = 0.7
 SAMPLE_SECONDS = 0.25
 RELEASE_DEADLINE_SECONDS = 15
-RESERVE_BYTES = 2 << 30
-"""Free on the device beyond the ceiling: the ledger's headroom, and what the engines still allocate for themselves."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Scale:
     """How large the experiment is.
 
     Attributes:
-        ceiling_bytes: Of each server, and all that is free for KV on the device.
+        ceiling_bytes: Of each server, and of both together.
         prompt_words, output_tokens: Of one request of a load.
         probe_tokens: Of one greedy probe.
         calibration_requests: Enough for the cache to grow by several extents.
@@ -95,8 +93,9 @@ CPU_ROLES = tuple(
 class Timeline:
     """Both servers' memory over time, read in the background."""
 
-    def __init__(self, readings: Mapping[str, Readings], nvml: Nvml) -> None:
+    def __init__(self, readings: Mapping[str, Readings], nvml: Nvml, runtime_dir: Path) -> None:
         self.phase = "start"
+        self._runtime_dir = runtime_dir
         self.samples: list[dict[str, Any]] = []
         self._readings = readings
         self._nvml = nvml
@@ -120,6 +119,7 @@ class Timeline:
         while not self._stop.wait(SAMPLE_SECONDS):
             sample: dict[str, Any] = {"seconds": time.monotonic() - self._started, "phase": self.phase}
             sample |= {name: reading.take()["resident_bytes"] for name, reading in self._readings.items()}
+            sample["grantable_bytes"] = statistics(self._runtime_dir).unleased_bytes
             self.samples.append(sample | {"driver_free_bytes": self._nvml.free_bytes()})
 
 
@@ -229,9 +229,7 @@ def check_pair(record: dict[str, Any], timeline: Timeline, ceiling_bytes: int) -
             detail = f"{len(ours) - len(errors)} of {len(ours)}; {'; '.join(errors[:2])}".rstrip("; ")
             yield check(f"{phase}_requests_ok", not errors, detail, name)
     a_peak, b_peak = timeline.peak("A_loaded", "A"), timeline.peak("B_loaded", "B")
-    free = a_peak["driver_free_bytes"]
-    if free is None:  # no GPU: the budget is the device
-        free = ceiling_bytes - a_peak["A"] - a_peak["B"]
+    free = a_peak["grantable_bytes"]
     filled = f"{a_peak['A'] >> 20} MiB of {ceiling_bytes >> 20}"
     yield check("filled_memory", a_peak["A"] >= 0.9 * LOAD_SHARE * ceiling_bytes, filled, "A")
     after = record["resident_after"]["A"]
@@ -265,10 +263,12 @@ def main(words: Sequence[str] | None = None) -> int:
             seconds = servers[role.name].wait_ready(role.engine.health_path, deadline_seconds=300)
             checks.append(Check("server_ready", role.name, Outcome.PASS, f"{seconds:.0f} s"))
         pair = Pair(roles, servers, readings, scale)
-        timeline = stack.enter_context(Timeline(readings, nvml))
+        timeline = stack.enter_context(Timeline(readings, nvml, runtime_dir))
 
         def squeeze() -> None:
-            stack.enter_context(ballast(nvml, scale.ceiling_bytes + RESERVE_BYTES, installed["A"].python))
+            held = sum(reading.take()["resident_bytes"] for reading in readings.values())
+            left = scale.ceiling_bytes - held + withheld_bytes(runtime_dir)
+            stack.enter_context(ballast(nvml, left, installed["A"].python))
 
         record = run_pair(pair, timeline, squeeze)
         checks += check_pair(record, timeline, scale.ceiling_bytes)
@@ -276,7 +276,7 @@ def main(words: Sequence[str] | None = None) -> int:
     setup = {
         **nvml.description(),
         **{role.name: f"{role.engine.name} {installed[role.name].release}, {role.family}" for role in roles},
-        "ceiling": f"{scale.ceiling_bytes >> 20} MiB each, and no more free on the device",
+        "ceiling": f"{scale.ceiling_bytes >> 20} MiB each, and no more for both together",
         "requests": ", ".join(f"{name} {count}" for name, count in pair.num_requests.items()),
         "MiB a request": ", ".join(f"{name} {count >> 20}" for name, count in pair.request_bytes.items()),
     }

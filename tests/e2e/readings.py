@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvcached_core.ledger import Ledger, MemberStatistics
+from kvcached_core.ledger import Ledger, LedgerStatistics, MemberStatistics
 
 from tests.e2e.server import Server
 
@@ -81,6 +81,23 @@ def members(runtime_dir: Path) -> list[tuple[str, MemberStatistics]]:
         with closing(Ledger.open(device_id, None, runtime_dir=runtime_dir)) as ledger:
             found += [(device_id, member) for member in ledger.snapshot().members]
     return found
+
+
+def statistics(runtime_dir: Path) -> LedgerStatistics:
+    """The one device that has a ledger in the directory.
+
+    Raises:
+        ValueError: None has one, or several have.
+    """
+    (device_id,) = Ledger.devices(runtime_dir)
+    with closing(Ledger.open(device_id, None, runtime_dir=runtime_dir)) as ledger:
+        return ledger.snapshot()
+
+
+def withheld_bytes(runtime_dir: Path) -> int:
+    """What the driver has free and the ledger grants nobody: headroom, and room for activations of those who run."""
+    device = statistics(runtime_dir)
+    return device.driver_free_bytes - device.unleased_bytes
 
 
 class Readings:

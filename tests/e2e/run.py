@@ -23,7 +23,7 @@ MODES: tuple[Mode, ...] = ("native", "elastic")
 EXIT_DEADLINE_SECONDS = 90
 SETTLE_DEADLINE_SECONDS = 10
 ACTIVE_LINE = re.compile(r"kvcached \S+ is on: .*")
-LAYOUT_LINE = re.compile(r"Using (\S+) KV cache layout")
+LAYOUT_LINE = re.compile(r"kvcached .*, layout (.+), page|Using (\S+) KV cache layout")
 
 # Of memory that is not what it should be: looked for in everything that a server logs.
 ERROR_SIGNATURES = re.compile(
@@ -129,13 +129,14 @@ def _end(server: Server, readings: Readings) -> dict[str, Any]:
     pids = server.pids()
     ended = server.interrupt(deadline_seconds=EXIT_DEADLINE_SECONDS)
     text, before = server.log_text(), server.log_text(at_signal)
-    active, layout = ACTIVE_LINE.search(text), LAYOUT_LINE.search(text)
+    active = ACTIVE_LINE.search(text)
+    layout = LAYOUT_LINE.search(text)
     return {
         "exit": {"seconds": ended.seconds, "code": ended.code, "left": list(ended.left)},
         "left_on_device": readings.left_on_device(pids),
         "members_after_exit": readings.members_named(),
         "active_line": active.group(0) if active else "",
-        "layout": layout.group(1) if layout else "",
+        "layout": next(filter(None, layout.groups())) if layout else "",
         "error_signatures": _signatures(ERROR_SIGNATURES, text) + _signatures(TRACEBACK, before),
         "log_tail": text[-2000:] if "ready_error" else "",
         "cpu_count": os.cpu_count(),

@@ -312,9 +312,15 @@ class ElasticFreeQueue:
         """Add the least recently used cached blocks until there are ``n``."""
         taken = self._cached.popleft_n(n - len(blocks))
         self.num_cached_blocks -= len(taken)
-        for block in taken:
-            self._left(block.block_id // self.blocks_per_extent)
         blocks.extend(taken)
+        size, free, clean = self.blocks_per_extent, self._free, self._clean
+        in_debt = self._by_use is not None
+        for block in taken:
+            extent_id = block.block_id // size
+            num_free = free[extent_id]
+            free[extent_id] = num_free - 1
+            if num_free >= size or clean[extent_id] or in_debt:
+                self._file(extent_id)
 
     def _pop_fullest(self, blocks: list[KVCacheBlock], n: int, by_use: ExtentLists) -> None:
         """Add clean and cached blocks alike from the fullest extents that are filed, until there are ``n``."""
@@ -360,7 +366,10 @@ class ElasticFreeQueue:
             self.num_clean_blocks -= 1
         else:
             raise RuntimeError(f"remove() called on a block that is not free: {block}")
-        self._left(extent_id)
+        num_free = self._free[extent_id]
+        self._free[extent_id] = num_free - 1
+        if num_free >= self.blocks_per_extent or self._clean[extent_id] or self._by_use is not None:
+            self._file(extent_id)
 
     def _withdraw(self, extent_id: int) -> None:
         """Take all blocks of an idle extent out of the queue, and their content out of the prefix cache."""
@@ -379,13 +388,6 @@ class ElasticFreeQueue:
         self._count()
 
     # Filing
-
-    def _left(self, extent_id: int) -> None:
-        """A free block of this extent has been taken."""
-        num_free = self._free[extent_id]
-        self._free[extent_id] = num_free - 1
-        if num_free >= self.blocks_per_extent or self._clean[extent_id] or self._by_use is not None:
-            self._file(extent_id)
 
     def _file(self, extent_id: int) -> None:
         """Put an extent into the lists that it belongs to."""

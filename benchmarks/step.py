@@ -4,8 +4,9 @@
 
 Three of vLLM's real schedulers are driven alike in one process, step by step in turn: two stock ones and an elastic
 one over a real rank, ledger and arena, all of whose blocks are resident and, but for those in use, filled with cached
-prefixes. A step is ``schedule`` and ``update_from_output``; the model's answer is made up. The second stock scheduler
-says what the machine's noise alone adds: a figure is worth no more than the same one of ``noise``.
+prefixes. A step is ``schedule`` and ``update_from_output``; between them the thread sleeps for a moment, as an engine
+waits for its device, and the agent has its turns. It has none while a stock scheduler works. The second stock
+scheduler says what the machine's noise alone adds: a figure is worth no more than the same one of ``noise``.
 
 Written: ``step.json``, a list of one object per pool size with ``blocks``, ``added_us_p50``, ``added_us_p99`` and
 ``stock_us_p50`` (and the noise, and the memory and time that a million blocks take). Goal: at most 20 us added at the
@@ -26,7 +27,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,7 @@ PROMPT_TOKENS = range(128, 384)
 OUTPUT_TOKENS = 64
 SHARED_PREFIXES = 4  # every other prompt begins with 96 tokens that others begin with too
 WARM_UP_STEPS = 200
+MODEL_SECONDS = 0.002
 
 
 class Load:
@@ -118,6 +120,7 @@ class Driven:
         sampled = [[7] if requests[name].num_computed_tokens >= requests[name].num_tokens else [] for name in names]
         answer = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, sampled)
         self._after_step(getattr(output, STEP_ATTRIBUTE, 0))
+        time.sleep(MODEL_SECONDS)
         answered = time.perf_counter_ns()
         self.scheduler.update_from_output(output, answer)
         self.preemptions += len(output.preempted_req_ids or ())
@@ -135,12 +138,9 @@ class FillingScheduler(ElasticScheduler):
     def busy(self) -> bool:
         return self.filling or super().busy()
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Keep the agent away for a moment; then it has enough."""
-        with self._lock:
-            yield
-            self.filling = False
+    def agent_waits(self) -> AbstractContextManager[Any]:
+        """The lock that the agent needs for a turn."""
+        return self._lock
 
 
 def configuration(model: Path, num_blocks: int) -> tuple[VllmConfig, KVCacheConfig]:
@@ -219,9 +219,10 @@ def measure(model: Path, num_blocks: int, steps: int, runtime_dir: Path) -> dict
     stock = [Driven(make(Scheduler, *configuration(model, num_blocks))) for _ in range(2)]
     with elastic(model, num_blocks, runtime_dir) as ours:
         everyone = {"stock": stock[0], "noise": stock[1], "elastic": ours}
-        with ours.scheduler.pause():
+        with ours.scheduler.agent_waits():
             for driven in everyone.values():
                 fill_cache(driven.scheduler)
+            ours.scheduler.filling = False
         times: dict[str, list[float]] = {name: [] for name in everyone}
         gc.collect()
         gc.freeze()  # as the engine core does once it is set up
@@ -229,7 +230,8 @@ def measure(model: Path, num_blocks: int, steps: int, runtime_dir: Path) -> dict
         for step in range(WARM_UP_STEPS + steps):
             random.Random(step).shuffle(turns)
             for name, driven in turns:
-                taken = driven.step()
+                with nullcontext() if driven is ours else ours.scheduler.agent_waits():
+                    taken = driven.step()
                 if step >= WARM_UP_STEPS:
                     times[name].append(taken)
         gc.unfreeze()

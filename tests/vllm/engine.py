@@ -129,6 +129,11 @@ class Engine:
     def num_preemptions(self) -> int:
         return int(self.do("metrics")["vllm:num_preemptions"])
 
+    def cpu_seconds(self) -> float:
+        """Processor time of its main process, user's and system's. Source: proc_pid_stat(5)."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 

@@ -198,6 +198,23 @@ def test_a_request_that_can_never_fit_is_refused_with_the_figures_and_nothing_ha
     pair.check_equal(prompts(2, 100, seed=61), 16)
 
 
+def test_a_ceiling_lowered_below_what_a_request_needs_makes_it_wait_and_says_so(pair: Pair) -> None:
+    """Preempted, never killed; it goes on when the ceiling is raised, and the wait takes no processor time."""
+    requests = prompts(1, 700, seed=62)
+    pair.native.ask("generate", prompts=requests, max_tokens=100)
+    pair.elastic.ask("generate", prompts=requests, max_tokens=100)
+    until(lambda: member(pair.ledger, NAME).in_use_bytes > 2 * EXTENT, "load")
+    pair.limit(2 * EXTENT)
+    until(
+        lambda: "Nothing has run for 5 s for want of memory: the first request needs" in pair.elastic.log_text(), "it"
+    )
+    began, used = time.monotonic(), pair.elastic.cpu_seconds()
+    time.sleep(1)
+    assert pair.elastic.cpu_seconds() - used < 0.5 * (time.monotonic() - began)
+    pair.limit(BUDGET)
+    assert pair.elastic.answer()[0]["tokens"] == pair.native.answer()[0]["tokens"]
+
+
 def test_the_agent_holds_the_scheduler_up_for_about_a_millisecond(pair: Pair) -> None:
     pair.check_equal(prompts(16, 600, seed=70), 64)
     pair.limit(4 * EXTENT)

@@ -227,6 +227,10 @@ class Agent(threading.Thread):
         self._note(waits=1, waits_timed_out=int(not enough), waited_seconds=self._now() - start)
         return enough
 
+    def await_growth(self, wait_seconds: float) -> None:
+        """Wait until anything has been mapped, so long at most. With the lock held, which the wait releases."""
+        self._grown.wait(wait_seconds)
+
     def await_first_blocks(self, wait_seconds: float) -> bool:
         """Wait until any block is free, when the engine starts. Not with the lock held.
 

@@ -22,6 +22,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from kvcached_vllm.demand import Demand
 from kvcached_vllm.member import order_address
 from kvcached_vllm.queue import ElasticFreeQueue
+from kvcached_vllm.starvation import Starvation
 from kvcached_vllm.worker import STEP_ATTRIBUTE
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ ALONE_WAIT_SECONDS = 0.05
 takes new memory instead of evicting cached prefixes: on the host backend 25 MiB take 8 ms to map, more than
 `WAIT_SECONDS`."""
 
+STARVED_WAIT_SECONDS = 0.02
+"""How long a step that found no memory for anybody waits for some. vLLM would try again at once, as often as it can."""
+
 
 class ElasticScheduling:
     """Mixin over a scheduler class of vLLM."""
@@ -48,6 +52,7 @@ class ElasticScheduling:
         self._lock = threading.RLock()  # add_request may call finish_requests
         self._step = 0
         self._refused: list[Request] = []
+        self._starvation = Starvation()
         super().__init__(*args, **kwargs)
         self._demand = Demand(self)  # type: ignore[arg-type]
         links, self._welcomes = _connect(self)
@@ -88,6 +93,7 @@ class ElasticScheduling:
             setattr(output, STEP_ATTRIBUTE, self._step)
             if self._agent.can_grow and self._blocks.num_clean_blocks < self._demand.next_steps_blocks():
                 self._agent.kick()
+            self._await_memory(output)
             return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
@@ -182,6 +188,20 @@ class ElasticScheduling:
 
     def _is_unpaused(self) -> bool:
         return self._pause_state == PauseState.UNPAUSED  # type: ignore[attr-defined]
+
+    def _await_memory(self, output: SchedulerOutput) -> None:
+        """Where nothing runs and the first request that waits has no memory: wait for some instead of spinning."""
+        if output.total_num_scheduled_tokens or self.running:  # type: ignore[attr-defined]
+            self._starvation.ended()
+            return
+        needed, free = self._demand.next_step_blocks(), self._blocks.num_free_blocks
+        if free >= needed:
+            self._starvation.ended()
+            return
+        self._starvation.goes_on(
+            needed_blocks=needed, free_blocks=free, attainable_blocks=self._blocks.num_attainable_blocks
+        )
+        self._agent.await_growth(STARVED_WAIT_SECONDS)
 
     def _size_watermark(self) -> None:
         """vLLM computed its watermark from all virtual blocks; it means a share of those that can be had."""

@@ -3,8 +3,8 @@
     python -m benchmarks.trim --out build/bench
 
 Server A fills the whole budget with cached prefixes and goes idle. Then the first request of server B needs about half
-of the budget; the ledger, read every half millisecond, tells when that demand stands in it and when B's lease covers it.
-Then A, still idle, has its ceiling lowered to half of what it holds while nobody sends it a request.
+of the budget; the ledger, read every half millisecond, tells when that demand stands in it and when B's lease covers
+it. Then A, still idle, has its ceiling lowered to half of what it holds while nobody sends it a request.
 
 Goals on two cores: demand to grant 100 ms (median) and 250 ms (99th percentile).
 """
@@ -122,9 +122,8 @@ def write(path: Path, found: Sequence[dict[str, float]]) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
-    print(
-        f"| milliseconds, {PROMPT_TOKENS * TOKEN_BYTES // MIB} of {BUDGET // MIB} MiB | median | p99 | goal |\n| --- | --- | --- | --- |"
-    )
+    print(f"| milliseconds, {PROMPT_TOKENS * TOKEN_BYTES // MIB} of {BUDGET // MIB} MiB | median | p99 | goal |")
+    print("| --- | --- | --- | --- |")
     for name in figures:
         goal = f"{GOALS_MS['p50']}, {GOALS_MS['p99']}" if name == "demand_to_grant_ms" else ""
         print(f"| {name} | {figures[name]['p50']:.1f} | {figures[name]['p99']:.1f} | {goal} |")

@@ -34,8 +34,8 @@ class Starvation:
         elif not self._said and self._now() - self._since >= SAID_AFTER_SECONDS:
             self._said = True
             log.warning(
-                "Nothing has run for %.0f s for want of memory: the first request needs %d blocks, %d are free, and this "
-                "engine could hold %d now. It waits until neighbours give way or the ceiling is raised (see `kvcached "
-                "status`).",
+                "Nothing has run for %.0f s for want of memory: the first request needs %d blocks, %d are free, and "
+                "this engine could hold %d now. It waits until neighbours give way or the ceiling is raised (see "
+                "`kvcached status`).",
                 self._now() - self._since, needed_blocks, free_blocks, attainable_blocks,
             )  # fmt: skip

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from pathlib import Path
 
 from kvcached_core import logs, metrics
 from kvcached_core.config import Settings, with_engine_id
 from kvcached_core.errors import ConfigError, KvcachedError, UnsupportedError
 from kvcached_core.installation import upstream_package
 
-from kvcached_vllm import qualnames, releases
+from kvcached_vllm import contract, qualnames, releases
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,11 @@ def _judge_release(settings: Settings) -> None:
 
     engine = releases.judge(vllm.__version__, allow_untested=settings.allow_untested)
     if not engine.tested:
-        log.warning("kvcached has not been tested with vLLM %s; it was asked to try", engine.version)
+        contract.require(Path(vllm.__file__).parents[1], engine.version)
+        log.warning(
+            "kvcached has not been tested with vLLM %s; what it relies on is there, and it was asked to try",
+            engine.version,
+        )
 
 
 def _wrapped_platform() -> str:

@@ -77,6 +77,11 @@ def test_waiting_prompts_count_up_to_what_one_step_begins_and_the_longest_whole(
     assert found.chunk <= 530
 
 
+def test_prompts_of_the_steps_after_the_next_are_mapped_ahead():
+    found = read(scheduler([request(400)] * 50))
+    assert found.ahead == 4 * 512
+
+
 def test_a_prompt_half_prefilled_is_pledged():
     found = read(scheduler(chunked_req=request(2000)))
     assert found.pledged >= 2000

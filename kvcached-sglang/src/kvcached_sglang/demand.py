@@ -16,6 +16,9 @@ AHEAD_STEPS = 64
 """Decoding steps that free pages are kept for. Growth is ordered once fewer are left, so it has about so many steps'
 time; at 10 ms a step that is far more than mapping takes."""
 
+AHEAD_PREFILLS = 4
+"""Steps of prefilling, of what waits, that pages are mapped for while the step before computes."""
+
 MAX_REQUESTS = 1024
 """Waiting requests looked at. SGLang serves a longer queue first come, first served, so the others wait behind
 these."""
@@ -30,7 +33,7 @@ class Demand:
         prefill: Whole prompts that the next step may begin, and the rest of one that is being prefilled.
         chunk: What of ``prefill`` one step allocates.
         pledged: The rest of a prompt that is being prefilled: it has been admitted, so it must find room.
-        ahead: What running requests write in the steps after the next.
+        ahead: What running requests write, and waiting ones prefill, in the steps after the next.
         head_prompt: Prompt of the request that is admitted first; 0 if that is not known.
         head_total: The same with all that it may generate.
         running: Requests decoding.
@@ -109,7 +112,9 @@ class DemandReader:
         starting = min(len(waiting), max(0, self._max_running - running))
         margin = (starting + 1) * (self._page_size + self._tokens_per_step)
         pledged = _length(chunked) + margin if chunked is not None else 0
-        prompts = min(queue.prompts, self._prefill_limit + queue.longest) + margin if starting else 0
+        begun = min(queue.prompts, self._prefill_limit + queue.longest)
+        prompts = begun + margin if starting else 0
+        later = min(queue.prompts - begun, AHEAD_PREFILLS * self._prefill_limit) if starting else 0
         prefill = pledged + prompts
         first_is_known = chunked is None and (len(waiting) == 1 or self._in_order)
         return Demand(
@@ -117,7 +122,7 @@ class DemandReader:
             prefill=prefill,
             chunk=min(prefill, self._prefill_limit + margin) if self._chunked else prefill,
             pledged=pledged,
-            ahead=running * AHEAD_STEPS * self._tokens_per_step,
+            ahead=running * AHEAD_STEPS * self._tokens_per_step + later,
             head_prompt=queue.head_prompt + margin if waiting and first_is_known else 0,
             head_total=queue.head_total + margin if waiting and first_is_known else 0,
             running=running,

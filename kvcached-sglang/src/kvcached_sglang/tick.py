@@ -42,9 +42,9 @@ AGREEMENT_TICKS = 16
 """Ticks between the agreements of several ranks while nothing is short."""
 POLL_SECONDS = 0.005
 """How often a waiting tick agrees anew."""
-UNDER_WAY_SECONDS = 0.05
-"""How long a tick waits for growth on its way when the next step would be short. Mapping what one step needs takes a
-few milliseconds; SGLang would evict cached content instead, which costs a prefill later."""
+UNDER_WAY_SECONDS = 0.5
+"""How long a tick waits at most for growth on its way when the next step would be short. It takes a few milliseconds,
+unless the mapper gets no processor; SGLang would evict cached content instead, which costs a prefill later."""
 NEIGHBOUR_SECONDS = 0.1
 """How long it waits for a neighbour to trim before running requests are retracted: prefilling one anew costs more."""
 LAST_RESORT_SECONDS = 10.0

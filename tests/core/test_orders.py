@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import subprocess
@@ -213,6 +214,7 @@ def test_a_stopped_rank_blocks_nobody_and_misses_nothing(runtime_dir: Path) -> N
     with rank_process(path) as process, closing(SocketLink(path, 0)) as link:
         orders.greet([link], 80)
         process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         started = time.monotonic()
         for seq in range(count):
             link.send(Map(seq, ((0, 8),)))

@@ -153,6 +153,10 @@ class Agent(threading.Thread):
         lock: Held by every method of the engine that changes its block lists. Re-entrant.
         policy: What is kept.
         now: A monotonic clock.
+
+    Attributes:
+        may_grow: Whether extents were on their way, or could be ordered, at the last turn. If not, waiting and kicks
+            are of no use; an attribute, so that a step of an engine that holds all it may costs next to nothing.
     """
 
     def __init__(
@@ -175,6 +179,7 @@ class Agent(threading.Thread):
         self._now = now
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._kicked = False  # and not heard yet
+        self.may_grow = True
         self._stopping = False
         self._seq = 0
         self._pending: dict[int, _Pending] = {}
@@ -262,6 +267,7 @@ class Agent(threading.Thread):
             self._quarantine_overdue(start)
             orders.extend(self._plan(start))
             report = self._changed_report(start)
+            self.may_grow = self._growth_possible()
             self._note(longest_hold_seconds=self._now() - start)
         for pending in orders:
             self._give(pending)
@@ -379,15 +385,14 @@ class Agent(threading.Thread):
             return 0
         return max(0, min(self._blocks.extents.room, self._may_hold - self._num_held))
 
-    @property
-    def can_grow(self) -> bool:
-        """Whether an extent could be mapped now; with the lock held. If not, a kick is of no use."""
-        return not self._stuck and self._growable > 0 and self._now() >= self._growth_held_until
+    def _growth_possible(self) -> bool:
+        """Whether extents are on their way or could be ordered now."""
+        if self._stuck:
+            return False
+        return self._mapping_extents > 0 or (self._growable > 0 and self._now() >= self._growth_held_until)
 
     def _waiting_helps(self) -> bool:
-        if self._stuck or self.statistics.mapped_extents == self._gave_up_after:
-            return False
-        return self._mapping_extents > 0 or self.can_grow
+        return self.statistics.mapped_extents != self._gave_up_after and self._growth_possible()
 
     def _plan(self, now: float) -> list[_Pending]:
         orders = []

@@ -9,8 +9,11 @@ last. So free blocks are *clean* or *cached* by the end that they came in at, wh
 hash meanwhile: handing a block out evicts what it still has, and only the order would have differed.
 
 Clean blocks are bits of one integer per extent: no object and no link per block, and a whole extent is
-handed out as one slice. Cached blocks are in vLLM's own linked list, least recently used first, and each
-costs one count of its extent; such extents are looked at closer only when they become idle.
+handed out as one slice. Cached blocks are in vLLM's own linked list, least recently used first.
+
+A step only notes which blocks came and went. How many blocks of an extent are free, and which extents are
+full or idle, is settled when somebody asks: the agent does at every turn, while the engine waits for its
+device. In a step it would cost a microsecond per block, most of it for memory that is in no cache.
 """
 
 from __future__ import annotations
@@ -79,6 +82,10 @@ class ElasticFreeQueue:
         # Free blocks of a resident extent. A short last extent counts the blocks that it lacks as free,
         # so every extent has `blocks_per_extent - free` in use and is idle when that is 0.
         self._free = [0] * num_extents
+        # Not settled: blocks that became clean, cached blocks that came, cached blocks that went.
+        self._freed: list[KVCacheBlock] = []
+        self._came: list[KVCacheBlock] = []
+        self._went: list[KVCacheBlock] = []
         # Idle and clean; then with clean blocks, by blocks in use.
         self._with_clean = ExtentLists(num_extents, blocks_per_extent + 1)
         self._idle_cached = ExtentLists(num_extents, 1)
@@ -112,10 +119,13 @@ class ElasticFreeQueue:
         blocks: list[KVCacheBlock] = []
         if self._by_use is not None:
             self._pop_fullest(blocks, n, self._by_use)
-        if len(blocks) < n and self.num_clean_blocks:
+        if self.num_clean_blocks and len(blocks) < n:
             self._pop_clean(blocks, n)
         if len(blocks) < n:
-            self._pop_cached(blocks, n)
+            taken = self._cached.popleft_n(n - len(blocks))
+            self._went += taken
+            self.num_cached_blocks -= len(taken)
+            blocks += taken
         self._count()
         return blocks
 
@@ -125,7 +135,12 @@ class ElasticFreeQueue:
         Raises:
             RuntimeError: It is not free, as with vLLM's own queue.
         """
-        self._remove(block)
+        if _is_linked(block):
+            self._cached.remove(block)
+            self._went.append(block)
+            self.num_cached_blocks -= 1
+        else:
+            self._remove_clean(block)
         self._count()
 
     def append(self, block: KVCacheBlock) -> None:
@@ -134,28 +149,18 @@ class ElasticFreeQueue:
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         """Free blocks with cached content, the last one the most recently used."""
-        self._cached.append_n(blocks)
-        self.num_cached_blocks += len(blocks)
-        self._count()
-        size, free, clean = self.blocks_per_extent, self._free, self._clean
-        in_debt = self._by_use is not None
-        for block in blocks:
-            extent_id = block.block_id // size
-            num_free = free[extent_id] + 1
-            free[extent_id] = num_free
-            if num_free >= size or clean[extent_id] or in_debt:
-                self._file(extent_id)
+        if blocks:
+            self._cached.append_n(blocks)
+            self._came += blocks
+            self.num_cached_blocks += len(blocks)
+            self._count()
 
     def prepend_n(self, blocks: list[KVCacheBlock]) -> None:
         """Free blocks without cached content."""
-        for extent_id, bits in self._by_extent(blocks):
-            if self._clean[extent_id] & bits:
-                raise InvariantError(f"Blocks of extent {extent_id} freed twice: {self!r}")
-            self._clean[extent_id] |= bits
-            self._free[extent_id] += bits.bit_count()
-            self._file(extent_id)
-        self.num_clean_blocks += len(blocks)
-        self._count()
+        if blocks:
+            self._freed += blocks
+            self.num_clean_blocks += len(blocks)
+            self._count()
 
     def get_all_free_blocks(self) -> list[KVCacheBlock]:
         """Every free block, in the order in which they would be taken without debt."""
@@ -171,6 +176,7 @@ class ElasticFreeQueue:
         if cursor is not None and _is_linked(cursor):
             yield from self._cached.iter_blocks_after(cursor)
             return
+        self._settle()
         for list_id in range(self.blocks_per_extent, -1, -1):
             for extent_id in self._with_clean.walk(list_id):
                 yield from self._take(extent_id, self._clean[extent_id], self.blocks_per_extent)[0]
@@ -190,6 +196,7 @@ class ElasticFreeQueue:
 
     @debt_blocks.setter
     def debt_blocks(self, num_blocks: int) -> None:
+        self._settle()
         self._debt_blocks = self._hidden_blocks = num_blocks
         self._count()
         if not num_blocks:
@@ -213,11 +220,13 @@ class ElasticFreeQueue:
     @property
     def num_idle_clean_extents(self) -> int:
         """Extents all of whose blocks are free and clean."""
+        self._settle()
         return self._with_clean.length(_IDLE_CLEAN)
 
     @property
     def num_idle_cached_extents(self) -> int:
         """Extents all of whose blocks are free, some of them cached."""
+        self._settle()
         return self._idle_cached.length(0)
 
     def block_ranges(self, extent_ids: Iterable[int]) -> list[range]:
@@ -261,6 +270,7 @@ class ElasticFreeQueue:
         Returns:
             Its id, now RETIRING, or None if there is none.
         """
+        self._settle()
         lists, list_id = (self._idle_cached, 0) if cached else (self._with_clean, _IDLE_CLEAN)
         if not lists.length(list_id):
             return None
@@ -285,6 +295,7 @@ class ElasticFreeQueue:
 
     def forget_cache(self) -> None:
         """The prefix cache has been reset: cached blocks that have lost their content are clean."""
+        self._settle()
         blocks = self._cached.popleft_n(self.num_cached_blocks)
         emptied = [block for block in blocks if block.block_hash is None]
         self._cached.append_n([block for block in blocks if block.block_hash is not None])
@@ -305,33 +316,29 @@ class ElasticFreeQueue:
     def _pop_clean(self, blocks: list[KVCacheBlock], n: int) -> None:
         """Add clean blocks from the fullest extents until there are ``n``, or no more."""
         lists = self._with_clean
-        while len(blocks) < n and (list_id := lists.highest()) >= 0:
-            self._take_clean(blocks, n, lists.first(list_id))
-
-    def _pop_cached(self, blocks: list[KVCacheBlock], n: int) -> None:
-        """Add the least recently used cached blocks until there are ``n``."""
-        taken = self._cached.popleft_n(n - len(blocks))
-        self.num_cached_blocks -= len(taken)
-        blocks.extend(taken)
-        size, free, clean = self.blocks_per_extent, self._free, self._clean
-        in_debt = self._by_use is not None
-        for block in taken:
-            extent_id = block.block_id // size
-            num_free = free[extent_id]
-            free[extent_id] = num_free - 1
-            if num_free >= size or clean[extent_id] or in_debt:
-                self._file(extent_id)
+        while len(blocks) < n:
+            list_id = lists.highest()
+            if list_id >= 0:
+                self._take_clean(blocks, n, lists.first(list_id))
+            elif self._freed:
+                self._take_freed(blocks, n)
+            else:
+                break
 
     def _pop_fullest(self, blocks: list[KVCacheBlock], n: int, by_use: ExtentLists) -> None:
         """Add clean and cached blocks alike from the fullest extents that are filed, until there are ``n``."""
+        self._settle()
         self._file_next(_FILED_PER_STEP)
         while len(blocks) < n and (list_id := by_use.highest()) >= 0:
             extent_id = by_use.first(list_id)
             self._take_clean(blocks, n, extent_id)
             cached = [block for block in self._extent_blocks(extent_id) if _is_linked(block)]
             for block in cached[: n - len(blocks)]:
-                self._remove(block)
+                self._cached.remove(block)
+                self._went.append(block)
+                self.num_cached_blocks -= 1
                 blocks.append(block)
+            self._settle()
 
     def _take_clean(self, blocks: list[KVCacheBlock], n: int, extent_id: int) -> None:
         """Add clean blocks of one extent, lowest first, until there are ``n`` or it has no more."""
@@ -341,6 +348,14 @@ class ElasticFreeQueue:
         self.num_clean_blocks -= len(taken)
         self._file(extent_id)
         blocks.extend(taken)
+
+    def _take_freed(self, blocks: list[KVCacheBlock], n: int) -> None:
+        """Add clean blocks that have not been settled, the last freed first: nothing has been counted of them."""
+        first = max(0, len(self._freed) - (n - len(blocks)))
+        taken = self._freed[first:]
+        del self._freed[first:]
+        self.num_clean_blocks -= len(taken)
+        blocks += taken
 
     def _take(self, extent_id: int, bits: int, n: int) -> tuple[Sequence[KVCacheBlock], int]:
         """The first ``n`` blocks that these bits of an extent stand for, and the bits of the rest."""
@@ -355,21 +370,16 @@ class ElasticFreeQueue:
             bits &= -1 << stop
         return taken, bits
 
-    def _remove(self, block: KVCacheBlock) -> None:
+    def _remove_clean(self, block: KVCacheBlock) -> None:
+        self._settle()
         extent_id, index = divmod(block.block_id, self.blocks_per_extent)
         bit = 1 << index
-        if _is_linked(block):
-            self._cached.remove(block)
-            self.num_cached_blocks -= 1
-        elif self._clean[extent_id] & bit:
-            self._clean[extent_id] ^= bit
-            self.num_clean_blocks -= 1
-        else:
+        if not self._clean[extent_id] & bit:
             raise RuntimeError(f"remove() called on a block that is not free: {block}")
-        num_free = self._free[extent_id]
-        self._free[extent_id] = num_free - 1
-        if num_free >= self.blocks_per_extent or self._clean[extent_id] or self._by_use is not None:
-            self._file(extent_id)
+        self._clean[extent_id] ^= bit
+        self._free[extent_id] -= 1
+        self.num_clean_blocks -= 1
+        self._file(extent_id)
 
     def _withdraw(self, extent_id: int) -> None:
         """Take all blocks of an idle extent out of the queue, and their content out of the prefix cache."""
@@ -387,7 +397,34 @@ class ElasticFreeQueue:
         self._pool.evict_blocks({block.block_id for block in blocks if block.block_hash is not None})
         self._count()
 
-    # Filing
+    # Settling
+
+    def _settle(self) -> None:
+        """Bring the extents' counts and lists up to date with the blocks that came and went."""
+        if not (self._freed or self._came or self._went):
+            return
+        size, free = self.blocks_per_extent, self._free
+        changed: dict[int, None] = {}  # in the order of the last use
+        for block in self._went:
+            extent_id = block.block_id // size
+            free[extent_id] -= 1
+            changed[extent_id] = None
+        for extent_id, bits in self._by_extent(self._freed):
+            if self._clean[extent_id] & bits:
+                raise InvariantError(f"Blocks of extent {extent_id} freed twice: {self!r}")
+            self._clean[extent_id] |= bits
+            free[extent_id] += bits.bit_count()
+            changed[extent_id] = None
+        for block in self._came:
+            extent_id = block.block_id // size
+            free[extent_id] += 1
+            changed.pop(extent_id, None)
+            changed[extent_id] = None
+        self._went.clear()
+        self._freed.clear()
+        self._came.clear()
+        for extent_id in changed:
+            self._file(extent_id)
 
     def _file(self, extent_id: int) -> None:
         """Put an extent into the lists that it belongs to."""
@@ -410,7 +447,8 @@ class ElasticFreeQueue:
             self._idle_cached.discard(extent_id)
             self._with_clean.put(extent_id, _IDLE_CLEAN)
             return
-        self._idle_cached.put(extent_id, 0)
+        self._idle_cached.discard(extent_id)
+        self._idle_cached.put(extent_id, 0)  # the last of all, since it has just been used
         if clean:
             self._with_clean.put(extent_id, 1)
         else:
@@ -437,11 +475,11 @@ class ElasticFreeQueue:
         self.num_free_blocks = max(0, self.num_clean_blocks + self.num_cached_blocks - self._hidden_blocks)
 
     def _by_extent(self, blocks: Sequence[KVCacheBlock]) -> Iterator[tuple[int, int]]:
-        """Runs of blocks of the same extent, as the extent and a bit per block."""
+        """Runs of different blocks of the same extent, as the extent and a bit per block."""
         extent_id, bits = -1, 0
         for block in blocks:
             of, index = divmod(block.block_id, self.blocks_per_extent)
-            if of != extent_id:
+            if of != extent_id or bits >> index & 1:
                 if bits:
                     yield extent_id, bits
                 extent_id, bits = of, 0

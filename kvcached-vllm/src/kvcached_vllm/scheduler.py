@@ -85,13 +85,14 @@ class ElasticScheduling:
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; before it, wait a moment for blocks that are on their way."""
         with self._lock:
-            wait_seconds = WAIT_SECONDS if self.running else ALONE_WAIT_SECONDS
-            self._agent.await_blocks(self._demand.next_step_blocks(), wait_seconds)
+            if self._agent.may_grow:
+                wait_seconds = WAIT_SECONDS if self.running else ALONE_WAIT_SECONDS
+                self._agent.await_blocks(self._demand.next_step_blocks(), wait_seconds)
             self._size_watermark()
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
             self._step += 1
             setattr(output, STEP_ATTRIBUTE, self._step)
-            if self._agent.can_grow and self._blocks.num_clean_blocks < self._demand.next_steps_blocks():
+            if self._agent.may_grow and self._blocks.num_clean_blocks < self._demand.next_steps_blocks():
                 self._agent.kick()
             self._await_memory(output)
             return output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -414,6 +415,30 @@ def test_a_step_does_not_wait_where_waiting_cannot_help(why: str) -> None:
     with engine.lock:
         assert not engine.agent.await_blocks(8)
     assert engine.agent.statistics.waits == 0
+
+
+def test_a_step_can_see_at_a_glance_whether_asking_for_memory_is_of_use() -> None:
+    engine = Engine(num_extents=3, standing=4)
+    assert engine.agent.may_grow  # nothing is known yet
+    engine.turn()
+    assert engine.agent.may_grow  # on its way
+    engine.busy(wanted=12)
+    engine.settle()
+    assert engine.blocks.extents.num_absent == 0
+    assert not engine.agent.may_grow
+    engine.allow(2, must=True)
+    engine.settle()
+    assert not engine.agent.may_grow  # owing
+    engine.allow(3)
+    engine.turn()
+    assert engine.agent.may_grow
+
+
+def test_kicks_that_have_not_been_heard_are_one() -> None:
+    engine = Engine()
+    for _ in range(3):
+        engine.agent.kick()
+    assert os.eventfd_read(engine.agent._wake) == 1
 
 
 def test_an_engine_that_starts_waits_for_its_first_block_so_long() -> None:

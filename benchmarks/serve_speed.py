@@ -20,7 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ttft
-from benchmarks.serving import Load, Measured, Side, runtime_dir, setup, spread, start, wait_ready, write
+from benchmarks.serving import (
+    BenchmarkClient,
+    Load,
+    Measured,
+    Side,
+    measured,
+    runtime_dir,
+    setup,
+    spread,
+    start,
+    wait_ready,
+    write,
+)
 from tests.e2e.engines import ENGINES, Installed
 from tests.e2e.readings import Readings
 
@@ -44,36 +56,41 @@ def main() -> int:
         Installed.find(engine, python) for name, engine in ENGINES.items() if (python := getattr(arguments, name))
     ]
     with ExitStack() as stack:
-        pairs = {}
+        pairs, clients = {}, {}
         for each in installed:
             name = each.engine.name
+            clients[name] = stack.enter_context(BenchmarkClient(each, out / "logs" / f"{name}-client.log"))
             pairs[name] = {
                 mode: start(each, f"{name}-{mode}", out, elastic=mode == "elastic") for mode in ("native", "elastic")
             }
             for side in pairs[name].values():
                 stack.enter_context(side.server)
         ready = wait_ready(side for pair in pairs.values() for side in pair.values())
-        results = {name: _measure(pair, out, arguments) for name, pair in pairs.items()}
+        for client in clients.values():
+            client.wait_ready()
+        results = {name: _measure(pair, clients[name], out, arguments) for name, pair in pairs.items()}
     document = {"setup": setup(*installed), "start_seconds": ready, "engines": results}
     write(out, "serve_speed", document, _tables(results))
     return 0
 
 
-def _measure(pair: Mapping[str, Side], out: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _measure(
+    pair: Mapping[str, Side], client: BenchmarkClient, out: Path, arguments: argparse.Namespace
+) -> dict[str, Any]:
     scratch = out / "loads"
     scratch.mkdir(exist_ok=True)
     readings = Readings(pair["elastic"].server, runtime_dir(out), pair["elastic"].name)
     result: dict[str, Any] = {"idle_bytes": readings.take()["resident_bytes"], "loads": {}}
     for side in pair.values():
-        side.run(WARM_UP, 0, scratch)
+        client.run(side, WARM_UP, 0, scratch)
     for load in LOADS:
         runs: dict[str, list[dict[str, float]]] = {"native": [], "elastic": []}
         for place, mode in enumerate(ORDER * arguments.rounds):
             pair[mode].reset()
-            measured = pair[mode].run(load, 1 + place // 2, scratch)
-            _check_complete(measured, load)
-            runs[mode].append(asdict(measured))
-            print(f"{pair[mode].name}, {load.name}: {measured}", flush=True)
+            figures = measured(client.run(pair[mode], load, 1 + place // 2, scratch))
+            _check_complete(figures, load)
+            runs[mode].append(asdict(figures))
+            print(f"{pair[mode].name}, {load.name}: {figures}", flush=True)
         result["loads"][load.name] = runs
     for side in pair.values():
         side.reset()
@@ -84,9 +101,9 @@ def _measure(pair: Mapping[str, Side], out: Path, arguments: argparse.Namespace)
     return result
 
 
-def _check_complete(measured: Measured, load: Load) -> None:
-    if measured.completed != load.num_prompts:
-        raise RuntimeError(f"{measured.completed} of {load.num_prompts} requests of {load.name!r} were answered")
+def _check_complete(figures: Measured, load: Load) -> None:
+    if figures.completed != load.num_prompts:
+        raise RuntimeError(f"{figures.completed} of {load.num_prompts} requests of {load.name!r} were answered")
 
 
 def _tables(results: Mapping[str, Any]) -> Iterator[str]:

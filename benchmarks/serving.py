@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +26,15 @@ KV_BYTES = 8 << 30
 TOKEN_BYTES = 128 << 10  # 32 layers, 8 KV heads of 128, keys and values in bfloat16
 CONTEXT_TOKENS = 20480
 
+# At one token an event the benchmark's own process is what is measured: 128 streams are 10,000 events a second.
+EVENTS = ("--stream-interval", "16")
 VLLM_FLAGS = (
+    *EVENTS,
     *("--load-format", "dummy", "--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "256"),
     *("--gpu-memory-utilization", "0.22", "--kv-cache-memory-bytes", str(KV_BYTES)),
 )
 SGLANG_FLAGS = (
+    *EVENTS,
     *("--load-format", "dummy", "--context-length", str(CONTEXT_TOKENS), "--max-running-requests", "256"),
     # It measures what is free before and after loading, while the others load: the token limit is what counts.
     *("--mem-fraction-static", "0.85", "--max-total-tokens", str(KV_BYTES // TOKEN_BYTES)),
@@ -80,40 +85,91 @@ class Side:
         if not self.installed.engine.reset(Client(self.server.port)):
             raise RuntimeError(f"{self.name} refused to reset its prefix cache; see {self.server.log}")
 
-    def run(self, load: Load, seed: int, scratch: Path) -> Measured:
-        """Run one load and wait for it."""
-        name = self.installed.engine.name
-        result = scratch / f"{self.name}-{load.name}-{seed}.json"
-        result.unlink(missing_ok=True)
-        command = _BENCH[name](self, load, seed, result)
-        with result.with_suffix(".log").open("w") as log:
-            subprocess.run(
-                command,
-                check=True,
-                timeout=LOAD_DEADLINE_SECONDS,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
+
+class BenchmarkClient:
+    """The engine's own benchmark program in a process of its own, ready for one load after the other.
+
+    Use it as a context manager. It starts at once and takes jobs when it has imported its engine.
+    """
+
+    def __init__(self, installed: Installed, log: Path) -> None:
+        self.installed = installed
+        self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                (installed.python, "-m", "benchmarks.serving_client", installed.engine.name),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
                 cwd=ROOT,
             )
-        return _read(json.loads(result.read_text().splitlines()[-1]))
+        self._ready = False
+
+    def __enter__(self) -> BenchmarkClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def wait_ready(self) -> None:
+        """Wait until it takes jobs.
+
+        Raises:
+            RuntimeError: It ended before.
+        """
+        if not self._ready:
+            self._expect("ready", self._log)
+            self._ready = True
+
+    def run(self, side: Side, load: Load, seed: int, scratch: Path) -> dict[str, Any]:
+        """Send one load to one server and wait for its end; the program's own report.
+
+        Raises:
+            RuntimeError: It failed; the message says where its log is.
+        """
+        self.wait_ready()
+        result = scratch / f"{side.name}-{load.name}-{seed}.json"
+        result.unlink(missing_ok=True)
+        log = result.with_suffix(".log")
+        argv = _BENCH[self.installed.engine.name](side, load, seed, result)
+        assert self._process.stdin is not None
+        print(json.dumps({"argv": argv, "log": str(log)}), file=self._process.stdin, flush=True)
+        self._expect("done", log)
+        report: dict[str, Any] = json.loads(result.read_text().splitlines()[-1])
+        return report
+
+    def _expect(self, word: str, log: Path) -> None:
+        assert self._process.stdout is not None
+        timer = threading.Timer(LOAD_DEADLINE_SECONDS, self._process.kill)
+        timer.start()
+        try:
+            answer = self._process.stdout.readline().strip()
+        finally:
+            timer.cancel()
+        if answer != word:
+            raise RuntimeError(f"the benchmark program ended, or took over {LOAD_DEADLINE_SECONDS} s; see {log}")
 
 
-def _vllm_bench(side: Side, load: Load, seed: int, result: Path) -> list[str]:
+def vllm_bench(side: Side, load: Load, seed: int, result: Path) -> list[str]:
+    """Command line of ``vllm bench serve``."""
     return [
-        *(side.installed.python, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "vllm"),
+        *("vllm", "bench", "serve", "--backend", "vllm"),
         *("--base-url", f"http://127.0.0.1:{side.server.port}", "--model", MODEL, "--tokenizer", str(side.model)),
         *("--dataset-name", "random", "--random-input-len", str(load.input_tokens)),
         *("--random-output-len", str(load.output_tokens), "--random-range-ratio", "0", "--ignore-eos"),
         *("--num-prompts", str(load.num_prompts), "--max-concurrency", str(load.concurrency), "--seed", str(seed)),
-        *("--save-result", "--result-dir", str(result.parent), "--result-filename", result.name, "--disable-tqdm"),
-        *("--percentile-metrics", "ttft,tpot", "--metric-percentiles", "50,99"),
+        *("--save-result", "--save-detailed", "--result-dir", str(result.parent), "--result-filename", result.name),
+        *("--percentile-metrics", "ttft,tpot", "--metric-percentiles", "50,99", "--disable-tqdm"),
     ]
 
 
-def _sglang_bench(side: Side, load: Load, seed: int, result: Path) -> list[str]:
+def sglang_bench(side: Side, load: Load, seed: int, result: Path) -> list[str]:
+    """Command line of ``python -m sglang.bench_serving``."""
     return [
-        *(side.installed.python, "-m", "sglang.bench_serving", "--backend", "sglang", "--host", "127.0.0.1"),
+        *("bench_serving", "--backend", "sglang", "--host", "127.0.0.1"),
         *("--port", str(side.server.port), "--model", str(side.model), "--served-model-name", MODEL),
         *("--dataset-name", "random-ids", "--random-input-len", str(load.input_tokens)),
         *("--random-output-len", str(load.output_tokens), "--random-range-ratio", "1"),
@@ -122,11 +178,11 @@ def _sglang_bench(side: Side, load: Load, seed: int, result: Path) -> list[str]:
     ]
 
 
-_BENCH: Mapping[str, Callable[[Side, Load, int, Path], list[str]]] = {"vllm": _vllm_bench, "sglang": _sglang_bench}
+_BENCH: Mapping[str, Callable[[Side, Load, int, Path], list[str]]] = {"vllm": vllm_bench, "sglang": sglang_bench}
 
 
-def _read(report: Mapping[str, Any]) -> Measured:
-    """One result of either program; they share most names."""
+def measured(report: Mapping[str, Any]) -> Measured:
+    """The figures of either program's report; they share most names."""
     total = report.get("total_token_throughput", report.get("total_throughput"))
     if total is None:
         raise ValueError(f"no total throughput in the benchmark's result, which has {sorted(report)}")

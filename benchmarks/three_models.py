@@ -4,7 +4,7 @@
 
 Static: three native vLLM servers with a third of the KV memory each. Elastic: the same three servers with kvcached,
 each allowed all of it, and a plain allocation of another process that leaves no more than that free. Both get the same
-bursts, one model after the other, from vLLM's own benchmark program, whose start-up comes before each burst in both.
+bursts, one model after the other, from vLLM's own benchmark program.
 
 Goals on one H200: a 99th percentile of the time to first token at least 5 times lower, and no less throughput.
 """
@@ -12,19 +12,19 @@ Goals on one H200: a 99th percentile of the time to first token at least 5 times
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.neighbour import percentile
-from benchmarks.serving import ROOT, Side, runtime_dir, setup, start, wait_ready, write
+from benchmarks.serving import BenchmarkClient, Load, Side, measured, runtime_dir, setup, start, wait_ready, write
 from tests.e2e.ballast import ballast
-from tests.e2e.client import MODEL
 from tests.e2e.engines import VLLM, Installed
 from tests.e2e.readings import Nvml, members, withheld_bytes
 
@@ -40,36 +40,29 @@ BURST_DEADLINE_SECONDS = 240
 TTFT_GOAL = 5.0
 
 
-def start_burst(side: Side, seed: int, result: Path) -> subprocess.Popen[bytes]:
-    """Let vLLM's benchmark program send one burst, all requests at once."""
-    command = [
-        *(side.installed.python, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "vllm"),
-        *("--base-url", f"http://127.0.0.1:{side.server.port}", "--model", MODEL, "--tokenizer", str(side.model)),
-        *("--dataset-name", "random", "--random-input-len", str(INPUT_TOKENS), "--ignore-eos"),
-        *("--random-output-len", str(OUTPUT_TOKENS), "--random-range-ratio", "0", "--seed", str(seed)),
-        *("--num-prompts", str(BURST_REQUESTS), "--request-rate", "inf", "--disable-tqdm"),
-        *("--save-result", "--save-detailed", "--result-dir", str(result.parent), "--result-filename", result.name),
-    ]
-    with result.with_suffix(".log").open("wb") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+BURST = Load("burst", BURST_REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS, concurrency=BURST_REQUESTS)
 
 
-def load(sides: Sequence[Side], out: Path, arm: str) -> dict[str, Any]:
-    """Send every burst on schedule and wait for all; first-token times of all requests, and the throughput."""
+def load(sides: Sequence[Side], clients: Sequence[BenchmarkClient], out: Path) -> dict[str, Any]:
+    """Send every burst on schedule and wait for all; first-token times of all requests, and the throughput.
+
+    A model's burst waits for the end of its last one, as a client that sends one burst after the other does.
+    """
     folder = out / "bursts"
     folder.mkdir(exist_ok=True)
-    bursts = []
     started = time.monotonic()
-    for number in range(ROUNDS * NUM_MODELS):
-        time.sleep(max(0.0, started + number * BURST_SECONDS - time.monotonic()))
-        result = folder / f"{arm}-{number}.json"
-        result.unlink(missing_ok=True)
-        bursts.append((start_burst(sides[number % NUM_MODELS], number, result), result))
-    reports = []
-    for process, result in bursts:
-        if process.wait(timeout=BURST_DEADLINE_SECONDS) != 0:
-            raise RuntimeError(f"a burst failed; see {result.with_suffix('.log')}")
-        reports.append(json.loads(result.read_text()))
+
+    def burst(number: int) -> dict[str, Any]:
+        with turns[number % NUM_MODELS]:
+            return clients[number % NUM_MODELS].run(sides[number % NUM_MODELS], BURST, number, folder)
+
+    turns = [threading.Lock() for _ in sides]
+    with ThreadPoolExecutor(ROUNDS * NUM_MODELS) as pool:
+        bursts = []
+        for number in range(ROUNDS * NUM_MODELS):
+            time.sleep(max(0.0, started + number * BURST_SECONDS - time.monotonic()))
+            bursts.append(pool.submit(burst, number))
+        reports = [each.result() for each in bursts]
     seconds = time.monotonic() - started
     ttfts = [ttft for report in reports for ttft in report["ttfts"]]
     completed = sum(report["completed"] for report in reports)
@@ -79,14 +72,11 @@ def load(sides: Sequence[Side], out: Path, arm: str) -> dict[str, Any]:
         "asked": ROUNDS * NUM_MODELS * BURST_REQUESTS,
         "output_tokens_per_second": completed * OUTPUT_TOKENS / seconds,
         "ttft_seconds": {part: percentile(ttfts, value) for part, value in (("p50", 0.5), ("p99", 0.99))},
-        "bursts": [
-            {key: report[key] for key in ("duration", "completed", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms")}
-            for report in reports
-        ],
+        "bursts": [asdict(measured(report)) for report in reports],
     }
 
 
-def run_arm(arm: str, installed: Installed, out: Path) -> dict[str, Any]:
+def run_arm(arm: str, installed: Installed, clients: Sequence[BenchmarkClient], out: Path) -> dict[str, Any]:
     """Start three servers, load them, stop them."""
     kv_bytes = KV_BYTES if arm == "elastic" else KV_BYTES // NUM_MODELS
     flags = ("--kv-cache-memory-bytes", str(kv_bytes), "--gpu-memory-utilization", "0.15")
@@ -98,11 +88,13 @@ def run_arm(arm: str, installed: Installed, out: Path) -> dict[str, Any]:
         for side in sides:
             stack.enter_context(side.server)
         wait_ready(sides)
+        for client in clients:
+            client.wait_ready()
         if arm == "elastic":
             held = sum(member.resident_bytes for _, member in members(runtime_dir(out)))
             left = KV_BYTES - held + withheld_bytes(runtime_dir(out))
             stack.enter_context(ballast(Nvml(), left, installed.python))
-        result = load(sides, out, arm)
+        result = load(sides, clients, out)
     print(f"{arm}: {result}", flush=True)
     return result
 
@@ -133,7 +125,10 @@ def main() -> int:
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     installed = Installed.find(VLLM, arguments.vllm)
-    arms = {arm: run_arm(arm, installed, out) for arm in ("static", "elastic")}
+    with ExitStack() as stack:
+        logs = [out / "logs" / f"client-{number}.log" for number in range(NUM_MODELS)]
+        clients = [stack.enter_context(BenchmarkClient(installed, log)) for log in logs]
+        arms = {arm: run_arm(arm, installed, clients, out) for arm in ("static", "elastic")}
     plan = f"{ROUNDS * NUM_MODELS} bursts of {BURST_REQUESTS} requests, {INPUT_TOKENS} in, {OUTPUT_TOKENS} out"
     shared = {"KV": f"{KV_BYTES >> 30} GiB", "load": f"{plan}, {BURST_SECONDS:.0f} s apart, one model after the other"}
     write(out, "three_models", {"setup": {**setup(installed), **shared}, **arms}, _table(arms))

@@ -2,10 +2,10 @@
 
     python -m benchmarks.step --out build/bench
 
-Three of vLLM's real schedulers are driven alike in one process, step by step in turn: two stock ones and an elastic
-one over a real rank, ledger and arena, all of whose blocks are resident and, but for those in use, filled with cached
-prefixes. A step is ``schedule`` and ``update_from_output``; between them the thread sleeps for a moment, as an engine
-waits for its device, and the agent has its turns. It has none while a stock scheduler works.
+Three of vLLM's real schedulers, each in a process of its own, are driven alike, step by step in turn: two stock ones
+and an elastic one over a real rank, ledger and arena. All blocks are resident and, but for those in use, filled with
+cached prefixes. A step is ``schedule`` and ``update_from_output``; between them the thread sleeps for a moment, as an
+engine waits for its device, and the agent has its turns.
 
 The whole run is replayed with the same requests, and of each step the shortest time counts, so that what else the
 machine does is no part of it. The second stock scheduler says how well that works: ``noise`` is what it "adds".
@@ -21,6 +21,7 @@ import argparse
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import statistics
@@ -29,7 +30,8 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +112,14 @@ class Driven:
         self._load = Load(seed=1)
         self._after_step = after_step
 
+    def facts(self) -> dict[str, Any]:
+        """What else is worth knowing of it at the end."""
+        facts: dict[str, Any] = {"preemptions": self.preemptions}
+        if isinstance(self.scheduler, ElasticScheduler):
+            agent = self.scheduler.agent_statistics
+            facts |= {"longest_hold_us": round(agent.longest_hold_seconds * 1e6, 1), "waits": agent.waits}
+        return facts
+
     def step(self) -> float:
         """Keep `RUNNING` requests going for one step; the microseconds that the scheduler itself took."""
         while len(self.scheduler.requests) < RUNNING:
@@ -140,8 +150,17 @@ class FillingScheduler(ElasticScheduler):
     def busy(self) -> bool:
         return self.filling or super().busy()
 
-    def agent_waits(self) -> AbstractContextManager[Any]:
-        """The lock that the agent needs for a turn."""
+    def await_all_extents(self, deadline_seconds: float = 120.0) -> None:
+        extents = self.kv_cache_manager.block_pool.free_block_queue.extents
+        deadline = time.monotonic() + deadline_seconds
+        while extents.num_resident < extents.num_extents:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"after {deadline_seconds:.0f} s: {extents!r}")
+            time.sleep(0.01)
+
+    def has_enough(self) -> AbstractContextManager[Any]:
+        """From now on; while entered, the agent waits."""
+        self.filling = False
         return self._lock
 
 
@@ -171,6 +190,14 @@ def make(kind: type[Scheduler], config: VllmConfig, kv_cache_config: KVCacheConf
 
 
 @contextmanager
+def stock(model: Path, num_blocks: int, runtime_dir: Path) -> Iterator[Driven]:
+    """A stock scheduler."""
+    scheduler = make(Scheduler, *configuration(model, num_blocks))
+    fill_cache(scheduler)
+    yield Driven(scheduler)
+
+
+@contextmanager
 def elastic(model: Path, num_blocks: int, runtime_dir: Path) -> Iterator[Driven]:
     """An elastic scheduler over a real rank of this process, all of its extents mapped."""
     config, kv_cache_config = configuration(model, num_blocks)
@@ -192,17 +219,10 @@ def elastic(model: Path, num_blocks: int, runtime_dir: Path) -> Iterator[Driven]
         stack.callback(orders.withdraw, address)
         scheduler = make(FillingScheduler, config, kv_cache_config)
         stack.callback(scheduler.shutdown)
-        _await_all_extents(scheduler)
+        scheduler.await_all_extents()
+        with scheduler.has_enough():
+            fill_cache(scheduler)
         yield Driven(scheduler, rank.note_step)
-
-
-def _await_all_extents(scheduler: FillingScheduler, deadline_seconds: float = 120.0) -> None:
-    extents = scheduler.kv_cache_manager.block_pool.free_block_queue.extents
-    deadline = time.monotonic() + deadline_seconds
-    while extents.num_resident < extents.num_extents:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"after {deadline_seconds:.0f} s: {extents!r}")
-        time.sleep(0.01)
 
 
 def fill_cache(scheduler: Scheduler) -> None:
@@ -216,64 +236,76 @@ def fill_cache(scheduler: Scheduler) -> None:
         pool.free_blocks(reversed(blocks))
 
 
-def measure(model: Path, num_blocks: int, steps: int, replays: int, runtime_dir: Path) -> dict[str, Any]:
+KINDS = {"stock": stock, "noise": stock, "elastic": elastic}
+
+
+def serve(connection: Connection, kind: str, model: Path, runtime_dir: Path) -> None:
+    """A process with one scheduler of a kind: made anew on ``int``, driven for a step on ``None``."""
+    os.environ["KVCACHED_RUNTIME_DIR"] = str(runtime_dir)
+    init_none_hash(sha256)
+    with ExitStack() as stack:
+        while (num_blocks := connection.recv()) is not None:
+            driven = stack.enter_context(KINDS[kind](model, num_blocks, runtime_dir))
+            gc.collect()
+            gc.freeze()  # as the engine core does once it is set up
+            connection.send(num_blocks)
+            while connection.recv():
+                connection.send(driven.step())
+            connection.send(driven.facts())
+            gc.unfreeze()
+            stack.close()
+
+
+class Schedulers:
+    """The three, in processes of their own."""
+
+    def __init__(self, model: Path, runtime_dir: Path) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._connections = {}
+        for kind in KINDS:
+            self._connections[kind], theirs = spawn.Pipe()
+            spawn.Process(target=serve, args=(theirs, kind, model, runtime_dir), daemon=True).start()
+
+    def replay(self, num_blocks: int, steps: int, seed: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
+        """Give each its steps, in an order that changes with every step; the microseconds of each, and the facts."""
+        self._ask_all(num_blocks)
+        times: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        turns, order = list(self._connections.items()), random.Random(seed)
+        for step in range(WARM_UP_STEPS + steps):
+            order.shuffle(turns)
+            for kind, connection in turns:
+                connection.send(True)
+                taken = connection.recv()
+                if step >= WARM_UP_STEPS:
+                    times[kind].append(taken)
+        return times, self._ask_all(False)
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.send(None)
+
+    def _ask_all(self, question: object) -> dict[str, Any]:
+        for connection in self._connections.values():
+            connection.send(question)
+        return {kind: connection.recv() for kind, connection in self._connections.items()}
+
+
+def measure(schedulers: Schedulers, num_blocks: int, steps: int, replays: int) -> dict[str, Any]:
     """Replay one load on all three; the shortest time of each step counts."""
     shortest: dict[str, list[float]] = {}
-    longest_hold_seconds = 0.0
     for replay in range(replays):
-        with schedulers(model, num_blocks, runtime_dir) as everyone:
-            for name, times in drive(everyone, steps, seed=replay).items():
-                shortest[name] = [min(pair) for pair in zip(times, shortest.get(name, times), strict=True)]
-            agent = everyone["elastic"].scheduler.agent_statistics
-            longest_hold_seconds = max(longest_hold_seconds, agent.longest_hold_seconds)
-            preemptions = {name: driven.preemptions for name, driven in everyone.items()}
-    figures: dict[str, Any] = {"blocks": num_blocks}
-    for name, times in (("added", _more(shortest, "elastic")), ("noise", _more(shortest, "noise")), *shortest.items()):
-        figures.setdefault(f"{name}_us_p50", round(statistics.median(times), 2))
-        figures.setdefault(f"{name}_us_p99", round(percentile(times, 99), 2))
-    return figures | {
-        "steps": steps,
-        "replays": replays,
-        "running": RUNNING,
-        "preemptions": preemptions,
-        "longest_hold_us": round(longest_hold_seconds * 1e6, 1),
+        times, facts = schedulers.replay(num_blocks, steps, seed=replay)
+        for kind, values in times.items():
+            shortest[kind] = [min(pair) for pair in zip(values, shortest.get(kind, values), strict=True)]
+    more = {
+        name: [theirs - stock for theirs, stock in zip(shortest[kind], shortest["stock"], strict=True)]
+        for name, kind in (("added", "elastic"), ("noise", "noise"))
     }
-
-
-def _more(times: dict[str, list[float]], name: str) -> list[float]:
-    return [theirs - stock for theirs, stock in zip(times[name], times["stock"], strict=True)]
-
-
-@contextmanager
-def schedulers(model: Path, num_blocks: int, runtime_dir: Path) -> Iterator[dict[str, Driven]]:
-    """The three, every block of theirs with cached content."""
-    with elastic(model, num_blocks, runtime_dir) as ours:
-        everyone = {name: Driven(make(Scheduler, *configuration(model, num_blocks))) for name in ("stock", "noise")}
-        everyone["elastic"] = ours
-        with ours.scheduler.agent_waits():
-            for driven in everyone.values():
-                fill_cache(driven.scheduler)
-            ours.scheduler.filling = False
-        gc.collect()
-        gc.freeze()  # as the engine core does once it is set up
-        yield everyone
-        gc.unfreeze()
-
-
-def drive(everyone: dict[str, Driven], steps: int, seed: int) -> dict[str, list[float]]:
-    """Give each its steps, in an order that changes with every step; the microseconds of each."""
-    times: dict[str, list[float]] = {name: [] for name in everyone}
-    turns, order = list(everyone.items()), random.Random(seed)
-    ours = everyone["elastic"]
-    for step in range(WARM_UP_STEPS + steps):
-        order.shuffle(turns)
-        for name, driven in turns:
-            with nullcontext() if driven is ours else ours.scheduler.agent_waits():
-                taken = driven.step()
-            time.sleep(MODEL_SECONDS)  # the turn that the agent has waited for
-            if step >= WARM_UP_STEPS:
-                times[name].append(taken)
-    return times
+    figures: dict[str, Any] = {"blocks": num_blocks}
+    for name, values in (*more.items(), ("stock", shortest["stock"]), ("elastic", shortest["elastic"])):
+        figures[f"{name}_us_p50"] = round(statistics.median(values), 2)
+        figures[f"{name}_us_p99"] = round(percentile(values, 99), 2)
+    return figures | {"steps": steps, "replays": replays, "running": RUNNING, "facts": facts}
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
@@ -326,14 +358,13 @@ def main() -> int:
     arguments = parser.parse_args()
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    init_none_hash(sha256)
     results = []
     with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
-        os.environ["KVCACHED_RUNTIME_DIR"] = scratch
-        make_shape(Path(scratch, "model"))
-        for num_blocks in arguments.blocks:
-            model = Path(scratch, "model")
-            results.append(measure(model, num_blocks, arguments.steps, arguments.replays, Path(scratch)))
+        model = Path(scratch, "model")
+        make_shape(model)
+        with closing(Schedulers(model, Path(scratch))) as schedulers:
+            for num_blocks in arguments.blocks:
+                results.append(measure(schedulers, num_blocks, arguments.steps, arguments.replays))
     (out / "step.json").write_text(json.dumps(results, indent=1))
     blocks = cost_of_blocks()
     (out / "queue.json").write_text(json.dumps(blocks, indent=1))

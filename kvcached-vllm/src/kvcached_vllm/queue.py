@@ -126,7 +126,7 @@ class ElasticFreeQueue:
             self._went += taken
             self.num_cached_blocks -= len(taken)
             blocks += taken
-        self._count()
+        self.num_free_blocks -= n
         return blocks
 
     def remove(self, block: KVCacheBlock) -> None:

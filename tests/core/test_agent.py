@@ -702,6 +702,13 @@ def test_a_report_counts_what_is_there_and_what_is_wanted_in_extents() -> None:
     assert engine.reports[-1].demand_extents == engine.num_resident + -(-(8 - engine.blocks.num_clean_blocks) // 4)
 
 
+def test_an_idle_engine_without_its_first_extent_demands_it() -> None:
+    """A demand of nothing would be a fair share of nothing: it would never get the extent, whatever its floor."""
+    engine = Engine(allowed=0)
+    engine.settle()
+    assert engine.reports[-1] == Report(1, 1, 0, 0, busy=False)
+
+
 def test_nothing_beyond_the_own_ceiling_is_asked_of_neighbours() -> None:
     engine = Engine()
     engine.allow(20, ceiling=2)

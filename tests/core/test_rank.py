@@ -7,7 +7,7 @@ import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -288,6 +288,18 @@ def test_the_null_block_waits_for_neighbours_to_make_room(runtime_dir: Path) -> 
         pinning.join(20)
         assert new.held_bytes == (2 * PAGE,) * 3
         assert [member.unmet_bytes for member in new.ledger.snapshot().members] == [0, 0]
+
+
+def test_the_pages_of_the_null_block_count_towards_its_extent(runtime_dir: Path) -> None:
+    """Else an engine whose neighbours hold the rest would wait for a first extent that is there already."""
+    whole = replace(ALIGNED, blocks_per_extent=1, stripes=(Stripe(0, PAGE, PAGE),), page_bytes=PAGE)
+    with holding(runtime_dir, name="old") as old, holding(runtime_dir, whole, name="new") as new:
+        new.rank.pin(range(1))
+        old.account.lease(BUDGET)
+        new.give(Hello(BLOCKS, 1))
+        assert new.standing.may_hold_extents == 1
+        assert new.give(Map(1, ((0, 1),))) == [Ack(1)]
+        assert new.standing.may_hold_extents == 1
 
 
 def test_a_null_block_without_room_is_refused_with_the_figures(runtime_dir: Path) -> None:

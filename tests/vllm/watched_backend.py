@@ -2,13 +2,14 @@
 
 A test and the processes of its engine share a folder. There, ``calls-PID`` lists every call and its thread;
 ``fail-PID`` makes every map of that process fail with the words in it; ``skip-PID`` makes it do nothing and say that
-it was done.
+it was done; ``hold`` keeps every process from reserving addresses, which an engine does just before its first map.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,6 +47,12 @@ class WatchedBackend(HostBackend):
     def __init__(self, budget_bytes: int | None) -> None:
         super().__init__(budget_bytes)
         self._folder = Path(os.environ[FOLDER_VARIABLE])
+
+    def reserve(self, size_bytes: int, alignment_bytes: int) -> int:
+        self._note("reserve")
+        while (self._folder / "hold").exists():
+            time.sleep(0.01)
+        return super().reserve(size_bytes, alignment_bytes)
 
     def map(self, address: int, page_bytes: int) -> None:
         self._note("map")

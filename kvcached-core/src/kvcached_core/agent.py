@@ -521,8 +521,7 @@ class Agent(threading.Thread):
         # Blocks that requests hold, and the pinned ones: a lease has to reach for both.
         resident = blocks.extents.num_resident * blocks.blocks_per_extent
         used = resident - blocks.num_clean_blocks - blocks.num_cached_blocks
-        if busy:
-            used += self._target_blocks() + blocks.num_cached_blocks
+        used += self._target_blocks() + blocks.num_cached_blocks if busy else short
         unmet = -(-short // blocks.blocks_per_extent) - self._growable
         return Report(
             demand_extents=-(-used // blocks.blocks_per_extent),

@@ -90,6 +90,8 @@ class Rank:
         self._lock = threading.RLock()
         self._blocks_per_extent = geometry.blocks_per_extent
         self._num_extents = 0
+        self._pinned_bytes = 0
+        self._ready_bytes = 0  # pinned, and part of an extent that the scheduler has yet to order
         self._said: list[FromRank] = []
         self._retiring: deque[tuple[Retire, Fence | None]] = deque()
         self._launched: tuple[int, Sequence[int]] = (0, ())
@@ -192,6 +194,7 @@ class Rank:
             )
         if hello.blocks_per_extent is not None:
             self._blocks_per_extent = hello.blocks_per_extent
+            self._ready_bytes = self._pinned_bytes
         self._standing = None  # it is said anew, in extents of this size
         return Welcome(
             rank=self.index,
@@ -213,6 +216,7 @@ class Rank:
         answer = self._create(order.seq, self._pages(order.block_ranges))
         if not answer.error:
             self._num_extents += self._count(order.block_ranges)
+            self._ready_bytes = 0  # the pinned extent is the first to be ordered
         return answer
 
     def _try_pin(self, pages: list[range]) -> Ack:
@@ -220,6 +224,7 @@ class Rank:
             wanted = self._arena.new_pages(pages) * self._arena.page_bytes
             answer = self._create(0, pages)
             unmet = wanted if answer.error else 0
+            self._pinned_bytes += wanted - unmet
             self._account.report(demand_bytes=wanted, unmet_bytes=unmet, free_bytes=0, cached_bytes=0, busy=True)
             return answer
 
@@ -308,8 +313,9 @@ class Rank:
         # An operator's wish is for what can be spared: it holds up no growth where all is in use.
         spare = (self._report.free_extents + self._report.cached_extents) * extent
         target = min(allowance.target_bytes, lease - min(allowance.trim_bytes, spare))
+        more = max(0, allowance.may_hold_bytes - lease) + self._ready_bytes
         return Standing(
-            may_hold_extents=self._num_extents + max(0, allowance.may_hold_bytes - lease) // extent,
+            may_hold_extents=self._num_extents + more // extent,
             target_extents=max(0, self._num_extents - -(-max(0, lease - target) // extent)),
             ceiling_extents=allowance.ceiling_bytes // extent,
             must=lease > allowance.ceiling_bytes,

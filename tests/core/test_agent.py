@@ -366,8 +366,10 @@ def test_a_step_waits_for_blocks_on_their_way_and_lets_go_of_the_lock() -> None:
 
     other = threading.Timer(0.02, answer)
     other.start()
+    started = time.monotonic()
     with engine.lock, engine.lock:
         assert engine.agent.await_blocks(8, wait_seconds=20)
+    assert time.monotonic() - started < 10
     other.join()
     assert (engine.agent.statistics.waits, engine.agent.statistics.waits_timed_out) == (1, 0)
 
@@ -594,6 +596,16 @@ def test_a_surplus_leaves_after_a_quiet_moment_and_the_standing_blocks_stay() ->
     engine.settle(QUIET_SECONDS / 2)
     assert engine.num_resident > 10
     engine.settle(QUIET_SECONDS)
+    assert engine.blocks.resident_ids() == [0]
+
+
+def test_an_idle_engine_keeps_no_more_than_the_extent_of_its_null_block() -> None:
+    engine = Engine(standing=10)
+    engine.busy(40)
+    engine.settle()
+    assert engine.num_resident > 10
+    engine.idle()
+    engine.settle(2 * QUIET_SECONDS)
     assert engine.blocks.resident_ids() == [0]
 
 

@@ -175,8 +175,19 @@ def test_a_map_that_fails_at_any_page_changes_nothing(
     assert held.give(Map(3, extents(3))) == [Ack(3)]
 
 
-def test_a_ledger_that_gives_no_turn_is_a_shortage(held: Held, runtime_dir: Path) -> None:
+def test_a_ledger_that_gives_no_turn_is_a_shortage(held: Held) -> None:
     """Serving goes on with what is held; growth is tried again."""
+
+    class Waiting(Account):
+        def lease(self, asked_bytes: int) -> int:
+            raise LedgerError("no turn at host.ledger within 5.0 s (epoch 7)")
+
+    held.account.__class__ = Waiting
+    assert held.give(Map(1, extents(0))) == [Ack(1, "no turn at host.ledger within 5.0 s (epoch 7)", shortage=True)]
+    assert held.arena.resident_bytes == 0
+
+
+def test_a_ledger_that_is_gone_is_a_shortage(held: Held, runtime_dir: Path) -> None:
     held.give(Map(1, extents(0)))
     (runtime_dir / "host.ledger").unlink()
     held.account.heartbeat()

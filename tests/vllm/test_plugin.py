@@ -62,6 +62,10 @@ CONNECTOR = {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role
 REFUSED = [FOREIGN_WORKER, FOREIGN_SCHEDULER, CONNECTOR, {"distributed_executor_backend": "external_launcher"}]
 
 
+_NO_ROOM = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
+"""What a full file system is to a ledger: it takes 135 KiB at once, and may have 64."""
+
+
 def _cases(places: Places) -> dict[str, tuple[list[str], dict[str, str]]]:
     model = {"model": str(places.model), "max_model_len": 512}
 
@@ -92,6 +96,7 @@ def _cases(places: Places) -> dict[str, tuple[list[str], dict[str, str]]]:
         "another platform": (probe({}), {**STRICT, **other}),
         "unknown name": (probe({}), {**ON, "KVCACHED_CIELING": "12GiB"}),
         "damaged ledger": (engine, {**ON, "KVCACHED_RUNTIME_DIR": str(places.damaged)}),
+        "no room for the ledger": (["-c", _NO_ROOM + engine[1]], ON),
         "no place for the ledger": (engine, {**ON, "KVCACHED_RUNTIME_DIR": "/dev/null/kvcached"}),
         "ceiling below one extent": (engine, {**ON, "KVCACHED_CEILING": "100KiB"}),
     }
@@ -255,6 +260,7 @@ def test_a_value_that_cannot_be_meant_ends_the_process_wherever_it_is_read(
     ("case", "message"),
     [
         ("damaged ledger", "host.ledger is not a ledger: it begins with b'not a le'"),
+        ("no room for the ledger", "host.ledger cannot be opened: File too large"),
         ("no place for the ledger", "/dev/null/kvcached"),
         ("ceiling below one extent", "KVCACHED_CEILING is 100.00 KiB, and this model's KV cache grows in extents of "),
     ],

@@ -67,10 +67,17 @@ class Demo:
 
     def run(self) -> int:
         """The native run (or what was kept of one), the elastic run, the judgement. Returns an exit code."""
-        native = reference(self._model, self._flags, self._phases, run=self._run_native)
+        native = self._reference()
         if native.kept:
             self._view.say(f"native tokens kept from an earlier run with the same key ({native.key})")
-        return self._run_elastic(native)
+        course, samples = self._run_elastic()
+        if native.kept and native.differing(course.tokens()):
+            self._view.say("these are not the tokens that were kept: the native servers are asked again")
+            native = self._reference(anew=True)
+        return self._conclude(course, samples, native)
+
+    def _reference(self, *, anew: bool = False) -> Reference:
+        return reference(self._model, self._flags, self._phases, run=self._run_native, anew=anew)
 
     def _run_native(self) -> Tokens:
         self._view.say("native run: both servers without kvcached, for the tokens to compare with")
@@ -79,7 +86,7 @@ class Demo:
             course = run_phases(engines, [everything], announce=lambda phase: None, progress=lambda answer: None)
         return course.tokens()
 
-    def _run_elastic(self, native: Reference) -> int:
+    def _run_elastic(self) -> tuple[Course, list[Sample]]:
         budget = f"{self._scale.budget_bytes // (1 << 20)}MiB"
         self._view.say(f"elastic run: the same two servers, ENABLE_KVCACHED=1, KVCACHED_HOST_BUDGET={budget} for both")
         with _runtime_dir() as folder:
@@ -90,7 +97,9 @@ class Demo:
                 "KVCACHED_RUNTIME_DIR": folder,
             }
             with self._servers("elastic", Path(folder), settings) as engines:
-                course, samples = self._record(engines, Path(folder))
+                return self._record(engines, Path(folder))
+
+    def _conclude(self, course: Course, samples: list[Sample], native: Reference) -> int:
         result = conclude(self._scale, course, samples, native)
         picture = self._output / "memory.png"
         draw(picture, budget_bytes=self._scale.budget_bytes, course=course, samples=samples, model=self._scale.model)

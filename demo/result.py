@@ -60,7 +60,7 @@ class Result:
 
 def conclude(scale: Scale, course: Course, samples: list[Sample], native: Reference) -> Result:
     """Work out the figures and the checks."""
-    differing = sorted(name for name, tokens in course.tokens().items() if tokens != native.tokens.get(name))
+    differing = native.differing(course.tokens())
     figures = {name: _figures(name, course, samples) for name in ENGINES}
     span = {each.title: each for each in course.spans}
     a_peak = max(each.resident_bytes["A"] for each in _during(samples, span["A loaded"]))

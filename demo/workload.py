@@ -71,7 +71,7 @@ class Scale:
 
 # SmolLM2-135M keeps 22.5 KiB of KV per token, a prompt here has about 1,100 tokens: 25 MiB. The tiny model keeps 2 KiB.
 FULL = Scale("SmolLM2-135M-Instruct", 320 * MIB, prompt_words=800, output_tokens=24, alone=16, both=12)
-QUICK = Scale("a tiny random Llama", 24 * MIB, prompt_words=300, output_tokens=8, alone=16, both=8)
+QUICK = Scale("a tiny random Llama", 24 * MIB, prompt_words=300, output_tokens=8, alone=16, both=16)
 
 
 def phases(scale: Scale) -> list[Phase]:

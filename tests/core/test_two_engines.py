@@ -145,9 +145,7 @@ def test_an_idle_cache_that_nobody_wants_stays(host: Host) -> None:
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (1.0, 5.0)])
-def test_two_that_want_more_than_there_is_settle_at_their_weights(
-    host: Host, weights: tuple[float, float]
-) -> None:
+def test_two_that_want_more_than_there_is_settle_at_their_weights(host: Host, weights: tuple[float, float]) -> None:
     """Neither holds anything yet when both begin, so nobody has to be preempted for the other's share."""
     host.a.want(200)
     host.b.want(200)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -117,6 +118,10 @@ class Engine:
         if not line:
             raise EngineDied(f"it ended with {self.process.wait(30)}{self._tail()}")
         return json.loads(line)
+
+    def at_work(self) -> bool:
+        """Whether what was asked has not come to its end yet."""
+        return not select.select([self._channel], [], [], 0)[0]
 
     def do(self, command: str, **arguments: Any) -> Any:
         self.ask(command, **arguments)

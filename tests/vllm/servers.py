@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,6 +116,15 @@ class Host:
         """Another ceiling, and no floor in its way; followed when this returns."""
         self.ledger.set_limits(name, ceiling_bytes=ceiling_bytes, floor_bytes=0)
         until(lambda: self.member(name).limits_followed, f"{name}'s ceiling followed")
+
+    @contextmanager
+    def limited(self, name: str, ceiling_bytes: int) -> Iterator[None]:
+        """A ceiling for as long as the block lasts."""
+        self.limit(name, ceiling_bytes)
+        try:
+            yield
+        finally:
+            self.ledger.set_limits(name, ceiling_bytes=BUDGET, floor_bytes=0)
 
     def drop_caches(self) -> None:
         for name, serving in self.servings.items():

@@ -177,6 +177,7 @@ def test_a_ceiling_lowered_under_load_preempts_and_every_request_ends(pair: Pair
     until(lambda: member(pair.ledger, NAME).in_use_bytes > 20 * EXTENT, "load")
     pair.limit(8 * EXTENT)
     seconds = until(lambda: pair.resident_bytes <= 8 * EXTENT, "the ceiling followed under load")
+    assert pair.elastic.at_work()
     print(f"ceiling followed under load in {seconds:.3f} s")
     elastic, native = pair.elastic.answer(), pair.native.answer()
     assert [each["tokens"] for each in elastic] == [each["tokens"] for each in native]

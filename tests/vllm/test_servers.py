@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -53,18 +53,20 @@ def test_two_engines_with_default_flags_start_at_once_with_the_same_capacity(hos
 def test_usage_on_the_metrics_endpoint_is_a_share_of_what_can_be_had(host: Host) -> None:
     """A router takes an engine at 0.8 for full. Nearly all of eight extents are used here, an eighth of all 64."""
     a = host.servings["A"]
-    host.limit("A", 8 * EXTENT)
-    seen = []
-    running = [a.ask(prompt, 200) for prompt in prompts(8, 40, seed=1)]
-    while not all(future.done() for future in running):
+    seen: list[float] = []
+
+    def usage() -> float:
         seen.append(a.metric("vllm:kv_cache_usage_perc"))
-        time.sleep(0.02)
-    assert 0.6 < max(seen) <= 1
-    host.limit("A")
+        return seen[-1]
+
+    with host.limited("A", 8 * EXTENT), _loaded(a, 8, num_tokens=40, max_tokens=200):
+        until(lambda: usage() > 0.6, "usage of nearly all that can be had", 120)
+    assert max(seen) <= 1
     until(lambda: a.metric("vllm:kv_cache_usage_perc") == 0, "no usage while idle")
 
 
 def test_the_limit_command_is_followed_by_an_idle_server_with_no_request_sent(host: Host) -> None:
+    host.limit("A")
     host.servings["A"].ask_all(prompts(14, 900, seed=2), 4)
     assert host.member("A").resident_bytes > 40 * EXTENT
     command = [sys.executable, "-m", "kvcached_core.cli", "limit", "A", "--floor", "0", "--ceiling", "6MiB", "--json"]
@@ -130,34 +132,45 @@ def test_a_third_engine_starts_and_serves_while_a_neighbour_saturates_the_host(h
     It is held up just before it asks for memory until the neighbour has all of it: a saturated server takes two
     processors, and an engine needs a minute beside it to come that far.
     """
-    hold, over, a = tmp_path / "hold", threading.Event(), host.servings["A"]
+    hold, a = tmp_path / "hold", host.servings["A"]
     hold.touch()
-    host.start("C", watched_backend.install(tmp_path))
-    until(lambda: any("reserve" in path.read_text() for path in tmp_path.glob("calls-*")), "C about to begin", 240)
-    loads = [a.pool.submit(_load, a, seed, over) for seed in range(16)]
-    until(lambda: host.member("A").in_use_bytes >= BUDGET - 12 * EXTENT, "saturation", 60)
-    began = time.monotonic()
-    hold.unlink()
-    host.wait_ready("C")
-    ready = time.monotonic()
-    assert "kvcached got no memory for a first extent" not in host.servings["C"].server.log_text()
     [prompt] = prompts(1, 900, seed=30)
-    tokens = host.servings["C"].ask(prompt, 16).result(timeout=120)
-    print(
-        f"C was ready {ready - began:.1f} s after it asked for memory and answered in {time.monotonic() - ready:.1f} s"
-    )
-    assert not any(load.done() for load in loads)
-    over.set()
-    for load in loads:
-        load.result()
+    host.start("C", watched_backend.install(tmp_path))
+    try:
+        until(lambda: any("reserve" in path.read_text() for path in tmp_path.glob("calls-*")), "C about to begin", 240)
+        with _loaded(a, 16, num_tokens=500, max_tokens=400):
+            until(lambda: host.ledger.snapshot().unleased_bytes < EXTENT, "saturation", 120)
+            began = time.monotonic()
+            hold.unlink()
+            host.wait_ready("C")
+            ready = time.monotonic()
+            tokens = host.servings["C"].ask(prompt, 16).result(timeout=120)
+            answered = time.monotonic()
+    finally:
+        hold.unlink(missing_ok=True)
+    assert "kvcached got no memory for a first extent" not in host.servings["C"].server.log_text()
+    print(f"C was ready {ready - began:.1f} s after it asked for memory and answered in {answered - ready:.1f} s")
     assert host.servings["A"].ask(prompt, 16).result() == tokens
 
 
-def _load(serving: Serving, seed: int, over: threading.Event) -> None:
-    """Requests without a pause until it is over."""
-    while not over.is_set():
-        serving.ask_all(prompts(1, 500, seed=100 + seed), 400)
-        seed += 100
+@contextmanager
+def _loaded(serving: Serving, count: int, *, num_tokens: int, max_tokens: int) -> Iterator[None]:
+    """So many clients, each with one request after another and no pause, for as long as the block lasts."""
+    over = threading.Event()
+
+    def client(seed: int) -> None:
+        while not over.is_set():
+            serving.ask_all(prompts(1, num_tokens, seed=seed), max_tokens)
+            seed += 100
+
+    clients = [serving.pool.submit(client, 100 + place) for place in range(count)]
+    try:
+        yield
+        assert not any(each.done() for each in clients)
+    finally:
+        over.set()
+    for each in clients:
+        each.result()
 
 
 def test_a_terminated_server_leaves_nothing_and_its_name_is_free(host: Host) -> None:

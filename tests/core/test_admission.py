@@ -99,6 +99,26 @@ def test_static_bytes_count_once_whether_leased_or_used_beyond() -> None:
     assert reading(row(static_lease_bytes=500, static_used_bytes=700)).unleased_bytes == TOTAL - 700
 
 
+def test_a_static_lease_that_is_waited_for_comes_off_what_others_may_hold() -> None:
+    device = reading(row(0, lease_bytes=9000), row(1, static_unmet_bytes=4000))
+    assert device.capacity_bytes == 6000
+    assert device.target_bytes(0) == 6000
+
+
+def test_a_wait_that_nothing_can_end_holds_nobody_up() -> None:
+    """Weights larger than the device: the neighbours' caches would be drained until the deadline, for nothing."""
+    device = reading(row(0, lease_bytes=3000, floor_bytes=2000), row(1, static_unmet_bytes=8001))
+    assert device.capacity_bytes == TOTAL
+    assert device.target_bytes(0) == TOTAL
+    assert device.room_bytes(0, 5000) == 5000
+    assert reading(row(0, lease_bytes=3000, floor_bytes=2000), row(1, static_unmet_bytes=8000)).capacity_bytes == 2000
+
+
+def test_of_two_waits_that_cannot_both_end_the_smaller_is_made_room_for() -> None:
+    device = reading(row(0, static_unmet_bytes=7000), row(1, static_unmet_bytes=4000))
+    assert device.capacity_bytes == 6000
+
+
 def test_operators_limits_replace_the_members_own() -> None:
     claim = Claim.of(row(floor_bytes=1, ceiling_bytes=2, limits=Limits(1, 10, 20, 3_000_000)), NOW_NS)
     assert (claim.floor_bytes, claim.ceiling_bytes, claim.weight) == (10, 20, 3.0)

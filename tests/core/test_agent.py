@@ -25,7 +25,7 @@ from kvcached_core.agent import (
     Policy,
 )
 from kvcached_core.extents import Residency
-from kvcached_core.orders import Ack, Map, Report, Retire, Undo
+from kvcached_core.orders import Ack, Alive, Map, Report, Retire, Undo
 
 from tests.core.naive_engine import NaiveBlocks, NaiveScheduler, ScriptedLink
 
@@ -316,6 +316,21 @@ def test_an_unanswered_order_is_said_once_and_stops_growth_and_trimming_until_it
     assert "answered after all" in caplog.text
     engine.settle()
     assert engine.blocks.num_clean_blocks >= 40
+
+
+def test_what_retires_during_a_long_step_is_not_overdue_while_the_rank_shows_that_it_is_alive() -> None:
+    """A first compilation or a long prefill takes longer than any rank may be silent."""
+    engine = Engine()
+    engine.fill_cache(16)
+    engine.allow(20, target=3)
+    engine.turn()
+    assert engine.links[0].unanswered
+    for _ in range(8):
+        engine.links[0].say(Alive())
+        engine.turn(ANSWER_SECONDS / 2)
+    assert engine.agent.statistics.overdue_orders == 0
+    engine.turn(ANSWER_SECONDS + 0.1)
+    assert engine.agent.statistics.overdue_orders == 1
 
 
 def test_a_lost_rank_is_named_once_and_growth_and_trimming_stop(caplog: pytest.LogCaptureFixture) -> None:

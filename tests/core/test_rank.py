@@ -20,8 +20,21 @@ from kvcached_core.backends.host import HostBackend
 from kvcached_core.errors import DeviceMemoryError, DriverError, InvariantError, LedgerError
 from kvcached_core.geometry import Geometry, Stripe
 from kvcached_core.ledger import Account, Ledger
-from kvcached_core.orders import Ack, BlockRanges, FromRank, Hello, Map, Report, Retire, Standing, Undo, Welcome
-from kvcached_core.rank import REFRESH_SECONDS, Rank
+from kvcached_core.orders import (
+    ALIVE_SECONDS,
+    Ack,
+    Alive,
+    BlockRanges,
+    FromRank,
+    Hello,
+    Map,
+    Report,
+    Retire,
+    Standing,
+    Undo,
+    Welcome,
+)
+from kvcached_core.rank import REFRESH_SECONDS, SAID_AFTER_SECONDS, Rank
 from kvcached_core.testing import FailingBackend
 
 PAGE = HostBackend.granularity_bytes
@@ -274,6 +287,21 @@ def test_pages_that_extents_share_are_counted_once_and_leave_with_the_last(
             assert held.held_bytes == (len(set(chain.from_iterable(page_ranges))) * PAGE,) * 3
 
 
+def test_a_rank_that_waits_for_a_long_step_says_that_it_is_alive(held: Held) -> None:
+    held.give(Map(1, extents(1)))
+    assert held.give(Retire(2, extents(1), after_step=5)) == []
+    held.clock.seconds += ALIVE_SECONDS
+    assert held.give() == [Alive()]
+    assert held.give() == []
+    held.clock.seconds += ALIVE_SECONDS
+    assert held.give() == [Alive()]
+    held.rank.note_step(5)
+    held.give()
+    held.fences[-1].over = True
+    held.clock.seconds += ALIVE_SECONDS
+    assert held.give() == [Ack(2)]
+
+
 # --- the null block ---------------------------------------------------------------------------------------------------
 
 
@@ -299,6 +327,32 @@ def test_the_null_block_waits_for_neighbours_to_make_room(runtime_dir: Path) -> 
         pinning.join(20)
         assert new.held_bytes == (2 * PAGE,) * 3
         assert [member.unmet_bytes for member in new.ledger.snapshot().members] == [0, 0]
+
+
+def test_an_engine_that_waits_for_its_first_memory_says_so_and_is_seen_to_wait(
+    runtime_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """V2: two minutes without a line look like a hang."""
+    with holding(runtime_dir, name="old") as old, holding(runtime_dir, name="new") as new:
+        old.give(Map(1, ((0, BLOCKS),)))
+        pinning = threading.Thread(target=new.rank.pin, args=(range(1),), kwargs={"deadline_seconds": 20.0})
+        pinning.start()
+        for seconds in (0.0, SAID_AFTER_SECONDS, 1.0):
+            new.clock.seconds += seconds
+            pinning.join(0.1)
+        assert {member.name: member.state for member in old.ledger.snapshot().members}["new"] == "waiting"
+        [line] = [record.getMessage() for record in caplog.records if "waits for neighbours" in record.getMessage()]
+        assert "cannot map the engine's null block on host yet: the ledger grants 0 B" in line
+        old.give(Undo(2, extents(9)))
+        pinning.join(20)
+
+
+def test_an_engine_that_warms_up_after_its_first_page_is_loading_not_stopped(held: Held) -> None:
+    """Compiling and capturing take minutes, in which it reports nothing."""
+    held.rank.pin(range(1))
+    assert [member.state for member in held.ledger.snapshot().members] == ["loading"]
+    held.give(Report(0, 0, 0, 0, busy=False))
+    assert [member.state for member in held.ledger.snapshot().members] == ["idle"]
 
 
 def test_the_pages_of_the_null_block_count_towards_its_extent(runtime_dir: Path) -> None:

@@ -64,11 +64,11 @@ def test_kept_tokens_that_are_not_those_of_now_are_replaced(tmp_path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, asked = Path("/models/one"), [_phase("p")]
     reference(model, [], asked, run=lambda: {"A1": [1]})
-    kept = reference(model, [], asked, run=lambda: {})
+    kept = reference(model, [], asked, run=dict)
     assert kept.differing({"A1": [2]}) == ["A1"]
     anew = reference(model, [], asked, run=lambda: {"A1": [2]}, anew=True)
     assert (anew.kept, anew.differing({"A1": [2]})) == (False, [])
-    assert reference(model, [], asked, run=lambda: {}).tokens == {"A1": [2]}
+    assert reference(model, [], asked, run=dict).tokens == {"A1": [2]}
 
 
 def _phase(prompt: str) -> Phase:

@@ -28,7 +28,8 @@ class Claim:
     def of(cls, row: Row, now_ns: int) -> Claim:
         figures, limits = row.figures, row.limits or row.figures
         age_seconds = (now_ns - figures.heartbeat_ns) / 1e9
-        speaks = bool(figures.reporting or figures.static_unmet_bytes)  # while it loads, a member is silent
+        # While it loads, a member is silent, but for what it waits for.
+        speaks = bool(figures.reporting or figures.static_unmet_bytes or figures.unmet_bytes)
         return cls(
             slot=row.slot,
             figures=figures,
@@ -109,8 +110,7 @@ class Reading:
     @cached_property
     def capacity_bytes(self) -> int:
         """What the members' leases may come to: all but headroom, outsiders, static leases, also those waited for."""
-        held, waiting = self._sum("held_bytes"), self._sum("waiting_bytes")
-        return max(0, self.unleased_bytes + held - waiting)
+        return max(0, self.unleased_bytes + self._sum("held_bytes") - self._waiting_bytes)
 
     def room_bytes(self, slot: int, asked_bytes: int) -> int:
         """What admission grants of ``asked_bytes``: 0 to ``asked_bytes``."""
@@ -137,6 +137,21 @@ class Reading:
         return next(claim for claim in self.claims if claim.slot == slot)
 
     @cached_property
+    def _waiting_bytes(self) -> int:
+        """Static leases waited for that there would be room for if every member fell to its floor, small ones first.
+
+        A wait that nothing can end, such as for weights larger than the device, would stop everybody's growth and
+        drain every cache until its deadline.
+        """
+        givers = [claim for claim in self.claims if not claim.stopped]
+        spare = self.unleased_bytes + sum(max(0, claim.held_bytes - claim.floor_bytes) for claim in givers)
+        waiting = 0
+        for wait in sorted(claim.waiting_bytes for claim in self.claims):
+            if waiting + wait <= spare:
+                waiting += wait
+        return waiting
+
+    @cached_property
     def _targets(self) -> list[int]:
         return sharing.targets(self._shares, self.capacity_bytes)
 
@@ -150,8 +165,8 @@ class Reading:
 
     def _pressed(self, but: int | None = None) -> bool:
         """Somebody (else) wants more, or all want no more but hold more than there is."""
-        asking = any(claim.unmet_bytes or claim.waiting_bytes for claim in self.claims if claim.slot != but)
-        return asking or self._sum("held_bytes") > self.capacity_bytes
+        asking = any(claim.unmet_bytes for claim in self.claims if claim.slot != but)
+        return asking or self._waiting_bytes > 0 or self._sum("held_bytes") > self.capacity_bytes
 
     def _mine(self, slot: int, amounts: Sequence[int]) -> int:
         return next(amount for claim, amount in zip(self.claims, amounts, strict=True) if claim.slot == slot)

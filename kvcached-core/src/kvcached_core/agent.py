@@ -51,7 +51,8 @@ WAIT_SECONDS = 0.005
 HOLD_SECONDS = 0.001
 """How long the agent holds the engine's lock at a time, at most about."""
 ANSWER_SECONDS = 2.0
-"""An order unanswered for this long is said once, and its extents are quarantined until the answer comes."""
+"""A rank that owes an answer and says nothing for so long is named once; the order's extents are quarantined until
+the answer comes."""
 QUIET_SECONDS = 0.3
 """No shortage for this long: surplus may go."""
 SHORTAGE_BACKOFF_SECONDS = 0.02
@@ -185,6 +186,7 @@ class Agent(threading.Thread):
         self._pending: dict[int, _Pending] = {}
         self._mapping_extents = 0
         self._standings: dict[int, Standing] = {}
+        self._heard_at: dict[int, float] = {}
         self._short_at = self._now()
         self._growth_held_until = 0.0
         self._gave_up_after = -1
@@ -205,8 +207,9 @@ class Agent(threading.Thread):
         self.kick()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(2.0)
-        for link in self._links:
-            link.close()
+        if not self.is_alive() or threading.current_thread() is self:  # else it may be in a call on a link
+            for link in self._links:
+                link.close()
 
     def await_blocks(self, num_blocks: int, wait_seconds: float = WAIT_SECONDS) -> bool:
         """Wait until so many blocks are clean, if waiting can help. With the lock held, which the wait releases.
@@ -284,6 +287,7 @@ class Agent(threading.Thread):
     # Hearing
 
     def _hear(self, rank: int, message: FromRank) -> Iterator[_Pending]:
+        self._heard_at[rank] = self._now()
         if isinstance(message, Standing):
             self._standings[rank] = message
             self._apply_standings()
@@ -351,15 +355,23 @@ class Agent(threading.Thread):
 
     def _quarantine_overdue(self, now: float) -> None:
         for pending in self._pending.values():
-            if not pending.quarantined and now - pending.sent_at > ANSWER_SECONDS:
+            if not pending.quarantined and self._silence(pending, now) > ANSWER_SECONDS:
                 pending.quarantined = True
                 self._blocks.extents.quarantine(pending.extents)
                 self._note(overdue_orders=1)
                 log.error(
                     "rank %s has not answered order %d (%s of %d extents) for %.1f s; growth stops until it does",
                     ", ".join(map(str, sorted(pending.unanswered))), pending.order.seq,
-                    type(pending.order).__name__, len(pending.extents), now - pending.sent_at,
+                    type(pending.order).__name__, len(pending.extents), self._silence(pending, now),
                 )  # fmt: skip
+
+    def _silence(self, pending: _Pending, now: float) -> float:
+        """Seconds since the quietest of the ranks that owe an answer said anything, or since it was asked.
+
+        Not the age of the order: what retires waits for the step in flight, however long that takes.
+        """
+        heard_at = min(self._heard_at.get(rank, 0.0) for rank in pending.unanswered)
+        return now - max(pending.sent_at, heard_at)
 
     # Deciding
 

@@ -41,6 +41,8 @@ MAX_PATH_BYTES = 107
 """Of a Unix socket's address: ``sun_path`` has 108 bytes, the last one zero (unix(7))."""
 TICK_SECONDS = 0.02
 """How often a rank looks at fences and at its ledger; a trim under pressure starts at most this late."""
+ALIVE_SECONDS = 0.5
+"""How often a rank that waits for a fence says that it is at work."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,13 +137,18 @@ class Standing:
 
 
 @dataclasses.dataclass(frozen=True)
+class Alive:
+    """A `Retire` still waits for its fence, and the rank is at work: a long step is not a rank that hangs."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Bye:
     """The rank's last message: its engine is shutting down, which is no error."""
 
 
 ToRank = Hello | Map | Retire | Undo | Report
-FromRank = Welcome | Ack | Standing | Bye
-_KINDS = {kind.__name__: kind for kind in (Hello, Welcome, Map, Retire, Undo, Report, Ack, Standing, Bye)}
+FromRank = Welcome | Ack | Standing | Alive | Bye
+_KINDS = {kind.__name__: kind for kind in (Hello, Welcome, Map, Retire, Undo, Report, Ack, Standing, Alive, Bye)}
 
 
 def encode(message: ToRank | FromRank) -> bytes:
@@ -342,8 +349,10 @@ class OrderServer(threading.Thread):
             self._serve()
         except (BrokenPipeError, ConnectionResetError):
             log.info("the scheduler of rank %d has ended", self._rank.index)
-        except BaseException as error:  # noqa: BLE001 - see the class: going on half mapped is worse than ending
-            log.critical("rank %d cannot carry out orders any more, so it ends: %r", self._rank.index, error)
+        except BaseException as error:
+            log.critical(
+                "rank %d cannot carry out orders any more, so it ends: %r", self._rank.index, error, exc_info=error
+            )
             os._exit(70)
 
     def close(self) -> None:

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 
 from kvcached_core.errors import DeviceMemoryError, DriverError, InvariantError, LedgerError
 from kvcached_core.orders import (
+    ALIVE_SECONDS,
     TICK_SECONDS,
     Ack,
+    Alive,
     BlockRanges,
     FromRank,
     Hello,
@@ -47,6 +49,8 @@ log = logging.getLogger(__name__)
 REFRESH_SECONDS = 0.5
 """How often a rank asks its ledger and its device anew although no member has changed anything: processes outside
 the ledger take and free memory without a word."""
+SAID_AFTER_SECONDS = 5.0
+"""How long an engine that starts waits for its neighbours before it says so."""
 
 
 class Rank:
@@ -99,6 +103,7 @@ class Rank:
         self._standing: Standing | None = None
         self._seen_generation = -1
         self._seen_at = 0.0
+        self._alive_at = 0.0
         self._closed = False
 
     @property
@@ -117,11 +122,14 @@ class Rank:
         """
         pages = self._geometry.page_ranges(blocks)
         failed = f"rank {self.index} cannot map the engine's null block on {self._backend.device_id}"
-        began = self._now()
+        began, said = self._now(), False
         while (answer := self._try_pin(pages)).error:
             waited = self._now() - began
             if not answer.shortage:
                 raise DriverError(f"{failed}: {answer.error}")
+            if waited >= SAID_AFTER_SECONDS and not said:
+                said = True
+                log.warning("%s yet: %s. It waits for neighbours up to %.0f s.", failed, answer.error, deadline_seconds)
             if waited >= deadline_seconds:
                 raise LedgerError(
                     f"{failed}: {answer.error}, after {waited:.1f} s. Neighbours hold the device (see `kvcached "
@@ -148,6 +156,8 @@ class Rank:
             if isinstance(message, Map):
                 self._said.append(self._map(message))
             elif isinstance(message, Retire):
+                if not self._retiring:
+                    self._alive_at = self._now()
                 self._retiring.append((message, None))
             elif isinstance(message, Undo):
                 self._said.append(self._unmap(message.seq, message.block_ranges))
@@ -172,7 +182,7 @@ class Rank:
             self._unmap_what_is_done()
             changed = self._look_at_ledger()
             said, self._said = self._said, []
-            return [*changed, *said]
+            return [*changed, *self._sign_of_life(), *said]
 
     def close(self) -> None:
         """Unmap everything and leave the ledger. Idempotent. The engine's work has ended."""
@@ -182,10 +192,19 @@ class Rank:
             self._closed = True
             held = self._arena.resident_bytes
             self._account.destroyed(held)
-            self._arena.close()
-            self._account.leave()
+            try:
+                self._arena.close()
+            finally:
+                self._account.leave()
 
     # Orders
+
+    def _sign_of_life(self) -> list[FromRank]:
+        now = self._now()
+        if not self._retiring or now - self._alive_at < ALIVE_SECONDS:
+            return []
+        self._alive_at = now
+        return [Alive()]
 
     def _welcome(self, hello: Hello) -> Welcome:
         if hello.num_blocks != self._geometry.num_blocks:
@@ -225,7 +244,7 @@ class Rank:
             answer = self._create(0, pages)
             unmet = wanted if answer.error else 0
             self._pinned_bytes += wanted - unmet
-            self._account.report(demand_bytes=wanted, unmet_bytes=unmet, free_bytes=0, cached_bytes=0, busy=True)
+            self._account.expect(wanted, unmet)
             return answer
 
     def _create(self, seq: int, pages: list[range]) -> Ack:

@@ -17,16 +17,22 @@ from kvcached_sglang.tick import Ticker
 from kvcached_sglang.trimming import CachePolicy
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
-from tests.sglang.fakes import Clock, FakeCache, FakeHands
+from tests.sglang.fakes import NO_LIMIT, Clock, FakeCache, FakeHands
 
 ROW_BYTES = 64
 EXTENT_TOKENS = 64
 EXTENT_BYTES = ROW_BYTES * EXTENT_TOKENS
 
 
-def make_space(num_extents: int = 32, name: str = "full", window_tokens: int | None = None) -> Space:
-    """A space of one-token pages; extent 0 is resident, and all but the padding page of it free."""
-    num_blocks = num_extents * EXTENT_TOKENS
+def make_space(
+    num_extents: int = 32, name: str = "full", window_tokens: int | None = None, short_by: int = 0
+) -> Space:
+    """A space of one-token pages; extent 0 is resident, and all but the padding page of it free.
+
+    Args:
+        short_by: Tokens that the last extent lacks.
+    """
+    num_blocks = num_extents * EXTENT_TOKENS - short_by
     geometry = Geometry(
         num_blocks, (Stripe(0, ROW_BYTES, ROW_BYTES),), num_blocks * ROW_BYTES, EXTENT_BYTES, EXTENT_TOKENS
     )
@@ -51,6 +57,8 @@ class Scene:
     clock: Clock = field(default_factory=Clock)
     agreement: Agreement = field(default_factory=lambda: Agreement(None))
     policy: CachePolicy = field(default_factory=CachePolicy)
+    chunk_tokens: int = NO_LIMIT
+    attainable_bytes: int = NO_LIMIT
 
     def __post_init__(self) -> None:
         self.hands.clock = self.clock
@@ -61,6 +69,8 @@ class Scene:
             self.cache,
             self.policy,
             extent_bytes=EXTENT_BYTES,
+            chunk_tokens=self.chunk_tokens,
+            attainable_bytes=self.attainable_bytes,
             now=self.clock,
         )
 

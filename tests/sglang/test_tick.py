@@ -133,10 +133,28 @@ def test_growth_under_way_is_not_counted_twice():
 def test_the_first_request_is_let_in_whatever_it_may_generate():
     """SGLang clipped it to the virtual capacity; the ledger lets this engine have less."""
     scene = Scene(FakeHands(room_bytes=0, ceiling_bytes=EXTENT_BYTES))
-    scene.tick(Demand(prefill=40, chunk=40, head_prompt=40, head_total=40 + 5000, waiting=1))
-    assert scene.space.free_list.available_size() > 5040
-    scene.tick(Demand(prefill=100, chunk=100, head_prompt=100, head_total=5100, waiting=1))
+    scene.tick(Demand(prefill=40, chunk=40, head_prompt=40, head_total=40 + 1000, waiting=1))
+    assert scene.space.free_list.available_size() > 1040
+    scene.tick(Demand(prefill=100, chunk=100, head_prompt=100, head_total=1100, waiting=1))
     assert scene.space.free_list.available_size() == FREE_AT_START
+
+
+def test_what_admission_counts_on_is_never_more_than_the_capacity():
+    """SGLang asserts it wherever sliding-window attention frees pages; the last extent is 23 tokens."""
+    scene = Scene(spaces=[make_space(32, short_by=41), make_space(32, name="swa", window_tokens=100, short_by=41)])
+    scene.tick(demand(10, running=1))
+    for space in scene.spaces:
+        assert space.free_list.available_size() == space.free_list.size == space.num_usable_tokens
+    scene.tick(Demand(prefill=40, chunk=40, head_prompt=40, head_total=40 + 5000, waiting=1))
+    assert all(space.free_list.available_size() <= space.free_list.size for space in scene.spaces)
+
+
+def test_growth_within_a_step_does_not_count_twice():
+    scene = Scene(spaces=[make_space(4)])
+    scene.tick(demand(10, running=1))
+    pages = scene.space.free_list.alloc(150)
+    scene.space.free_list.free(pages)
+    assert scene.space.free_list.available_size() <= scene.space.free_list.size
 
 
 def test_an_order_that_failed_leaves_everything_as_it_was():
@@ -287,6 +305,28 @@ def test_a_flush_gives_everything_back_at_once():
     assert scene.space.free_list.conserved_size() == scene.space.num_usable_tokens
 
 
+def test_what_is_owed_leaves_the_running_step_its_pages():
+    """Cached content goes for it; the pages that running requests write next do not."""
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    scene.space.free_list.alloc(scene.space.free_tokens - 5 * EXTENT_TOKENS)
+    scene.hands.owed_bytes = 15 * EXTENT_BYTES
+    scene.hands.say()
+    scene.tick(demand(100, running=10))
+    assert 100 <= scene.space.free_tokens < 100 + EXTENT_TOKENS
+
+
+def test_evicting_for_what_is_owed_leaves_the_running_step_its_pages():
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    fill_cache(scene, scene.space.free_tokens)
+    scene.hands.owed_bytes = 15 * EXTENT_BYTES
+    for _ in range(20):
+        scene.hands.say()
+        scene.tick(demand(100, running=10))
+    assert 100 <= scene.space.free_tokens + scene.cache.evictable(scene.space)
+
+
 def test_debt_makes_the_engine_retract():
     scene = Scene()
     scene.tick(demand(1000, running=10))
@@ -345,3 +385,60 @@ def test_a_request_may_take_what_the_ceiling_leaves():
     scene.hands.say()
     scene.tick()
     assert scene.ticker.ceiling_tokens == 32 * EXTENT_TOKENS - 1
+
+
+def windowed(hands: FakeHands) -> Scene:
+    """A window pool of 4 extents beside a full one of 32; a step prefills 50 tokens."""
+    spaces = [make_space(), make_space(4, name="swa", window_tokens=100)]
+    return Scene(hands, spaces=spaces, chunk_tokens=50)
+
+
+def test_a_prompt_longer_than_the_window_pool_is_served():
+    scene = windowed(FakeHands())
+    scene.tick()
+    assert scene.ticker.ceiling_tokens == 32 * EXTENT_TOKENS - 1
+
+
+def test_under_a_ceiling_the_window_and_a_chunk_come_off_once():
+    scene = windowed(FakeHands(ceiling_bytes=8 * EXTENT_BYTES))
+    scene.tick()
+    assert scene.ticker.ceiling_tokens == 8 * EXTENT_TOKENS - 150
+
+
+def test_a_first_prompt_longer_than_the_window_pool_is_let_in():
+    scene = windowed(FakeHands(ceiling_bytes=8 * EXTENT_BYTES))
+    scene.settle(Demand(prefill=300, chunk=50, waiting=1, head_prompt=300, head_total=1500), ticks=3)
+    assert scene.spaces[0].free_list.available_size() > 1500
+    assert scene.spaces[1].free_list.available_size() == scene.spaces[1].num_usable_tokens
+
+
+def test_a_prompt_beyond_what_the_device_has_beside_weights_has_no_room():
+    """A ceiling is of the KV cache alone, and by default all of the device: weights and activations come off."""
+    scene = Scene(attainable_bytes=4 * EXTENT_BYTES)
+    scene.tick()
+    assert scene.ticker.ceiling_tokens == 4 * EXTENT_TOKENS
+
+
+def starve(scene: Scene, seconds: float) -> None:
+    wanted = Demand(prefill=100, chunk=100, head_prompt=100, head_total=200, waiting=1)
+    for _ in range(round(seconds)):
+        scene.tick(wanted, after_seconds=1.0)
+
+
+def test_a_request_that_finds_no_room_is_spoken_of_once_with_the_figures(caplog):
+    scene = Scene(FakeHands(room_bytes=0))
+    scene.hands.on_wait = lambda: None
+    starve(scene, 4)
+    assert "for want of memory" not in caplog.text
+    starve(scene, 10)
+    assert caplog.text.count("for want of memory") == 1
+    assert "needs 100 tokens of KV cache, 63 are free and 0 cached, and this engine could grow by 0 B" in caplog.text
+
+
+def test_what_runs_ends_the_wait(caplog):
+    scene = Scene(FakeHands(room_bytes=0))
+    scene.hands.on_wait = lambda: None
+    for _ in range(4):
+        starve(scene, 3)
+        scene.tick(demand(10, running=1))
+    assert "for want of memory" not in caplog.text

@@ -51,7 +51,8 @@ class Elastic:
 
     def available_size(self) -> int:
         native: int = super().available_size()  # type: ignore[misc]
-        return max(0, native + self._space.credit_tokens)
+        # SGLang asserts that this is at most ``size``; the last extent may be short, and growth may have arrived since.
+        return max(0, native + min(self._space.credit_tokens, self._space.absent_tokens))
 
     # What the tick calls
 

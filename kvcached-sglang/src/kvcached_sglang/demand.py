@@ -94,6 +94,11 @@ class DemandReader:
         self._queue_seen: tuple[int, int, int] = (0, 0, 0)
         self._queue = _Queue()
 
+    @property
+    def chunk_tokens(self) -> int:
+        """What one step prefills of a prompt at most; a prompt that is not cut is limited by the capacity alone."""
+        return self._prefill_limit if self._chunked else self._scheduler.max_total_num_tokens
+
     def read(self, running_batch: Any, last_batch: Any) -> Demand:
         """The demand at this tick.
 

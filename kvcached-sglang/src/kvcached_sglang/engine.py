@@ -170,6 +170,8 @@ class Engine:
                 ceiling_bytes=ceiling.resolve(total) if ceiling is not None else None,
             ),
             extent_bytes=self._member.extent_bytes,
+            chunk_tokens=self._demand.chunk_tokens,
+            attainable_bytes=self._member.attainable_bytes,
         )
         if args.enable_metrics:
             core_metrics.register(self._settings)

@@ -67,6 +67,7 @@ class Member:
         arenas: Their addresses.
         rank: Maps and unmaps; the mapper's, but for ``pin`` and ``note_step``.
         mapper: The thread; it runs from here on, so that others see that an engine which loads is alive.
+        static_bytes: What it has leased beside the KV cache.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Member:
         """
         self.backend = backend
         self.limits = Limits.of(settings, backend)
+        self.static_bytes = 0
         self.layout = Layout(backend.granularity_bytes)
         self.arenas = Arenas(self.layout)
         self._ledger = Ledger.open(
@@ -125,6 +127,11 @@ class Member:
     def extent_bytes(self) -> int:
         """What the rank counts an extent as: the dearest pool's."""
         return self.layout.worst_case_pages(1) * self.layout.page_bytes
+
+    @property
+    def attainable_bytes(self) -> int:
+        """What its device leaves for its KV cache were it alone."""
+        return self.limits.total_bytes - self.limits.headroom_bytes - self.static_bytes
 
     def close(self) -> None:
         """Give everything back. Idempotent. The engine's work has ended."""

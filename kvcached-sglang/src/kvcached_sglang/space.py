@@ -115,10 +115,17 @@ class Space:
 
     def step_tokens(self, demand: Demand) -> int:
         """What the next step may need of this space."""
-        prefill = demand.prefill
-        if self.window_tokens is not None:  # what has left the window is freed between the chunks of a prompt
-            prefill = min(prefill, demand.chunk + self.window_tokens)
-        return min(demand.decode + prefill, self.num_usable_tokens)
+        return min(demand.decode + self.prompt_tokens(demand.prefill, demand.chunk), self.num_usable_tokens)
+
+    def kept_tokens(self, demand: Demand) -> int:
+        """What has been admitted needs so much of this space: it stays free, whoever wants the memory."""
+        return min(demand.decode + self.prompt_tokens(demand.pledged, demand.chunk), self.num_usable_tokens)
+
+    def prompt_tokens(self, num_tokens: int, chunk: int) -> int:
+        """What prompts of so many tokens hold of this space at once while they are prefilled."""
+        if self.window_tokens is None:
+            return num_tokens
+        return min(num_tokens, chunk + self.window_tokens)  # what has left the window is freed between the chunks
 
     def ahead_tokens(self, demand: Demand) -> int:
         """What should be free: the next step and some more."""
@@ -128,6 +135,11 @@ class Space:
     def num_usable_tokens(self) -> int:
         """Virtual capacity."""
         return (self.geometry.num_blocks - 1) * self.tokens_per_block
+
+    @property
+    def absent_tokens(self) -> int:
+        """Tokens that growing could add to the resident ones."""
+        return self.num_usable_tokens - self.num_resident_blocks * self.tokens_per_block
 
     @property
     def free_tokens(self) -> int:

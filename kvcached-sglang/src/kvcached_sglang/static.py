@@ -56,8 +56,8 @@ class StaticLease:
         wanted = used + weights_bytes + self._slack_bytes
         device = self._member.backend.device_id
         log.info("asking for %s of %s for weights, activations and graphs", format_bytes(wanted), device)
+        account.static_used(used)  # first: what is loaded need not be free a second time
         account.static_lease(wanted, deadline_seconds=LOADING_DEADLINE_SECONDS)
-        account.static_used(used)
 
 
 def checkpoint_bytes(server_args: Any) -> int:

@@ -34,6 +34,7 @@ from kvcached_sglang.demand import IDLE, Demand
 from kvcached_sglang.growth import Grower
 from kvcached_sglang.mapper import Allowance, Order
 from kvcached_sglang.space import Outcome, Space
+from kvcached_sglang.starvation import Starvation
 from kvcached_sglang.trimming import Cache, CachePolicy, Trimmer
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,8 @@ class Ticker:
         cache: The prefix cache.
         policy: What of it is kept.
         extent_bytes: What the rank counts an extent as, in reports.
+        chunk_tokens: What of a prompt is prefilled in one step.
+        attainable_bytes: What the rank's device leaves for its KV cache were it alone, whatever its ceiling.
         now: A monotonic clock, the same for all processes of a host.
     """
 
@@ -98,6 +101,8 @@ class Ticker:
         policy: CachePolicy,
         *,
         extent_bytes: int,
+        chunk_tokens: int = NO_LIMIT,
+        attainable_bytes: int = NO_LIMIT,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spaces = list(spaces)
@@ -105,6 +110,9 @@ class Ticker:
         self._agreement = agreement
         self._cache = cache
         self._extent_bytes = extent_bytes
+        self._chunk_tokens = chunk_tokens
+        self._attainable_bytes = attainable_bytes
+        self._starvation = Starvation(now)
         self._now = now
         self._grower = Grower(self._spaces, hands.send, self._next_seq)
         self._trimmer = Trimmer(self._spaces, cache, policy, hands.send, self._next_seq)
@@ -136,6 +144,7 @@ class Ticker:
             self._await_step()
             self._trim()
         self._set_credit()
+        self._note_starvation()
 
     @property
     def growable_bytes(self) -> int:
@@ -144,11 +153,19 @@ class Ticker:
 
     @property
     def ceiling_tokens(self) -> int:
-        """Tokens that all requests together may take at most, agreed; the virtual capacity while nothing limits
-        them."""
-        bytes_per_token = sum(space.extent_bytes / space.extent_tokens for space in self._spaces)
-        limited = int(self._agreed.ceiling_bytes / bytes_per_token)
-        return min(limited, *(space.num_usable_tokens for space in self._spaces))
+        """Tokens that a prompt may take at most, agreed; the virtual capacity while nothing limits it.
+
+        Sliding-window attention keeps a window and a chunk of a prompt, however long it is.
+        """
+        ceiling, bytes_per_token, virtual = float(self._agreed.ceiling_bytes), 0.0, NO_LIMIT
+        for space in self._spaces:
+            each = space.extent_bytes / space.extent_tokens
+            if space.window_tokens is None:
+                bytes_per_token += each
+                virtual = min(virtual, space.num_usable_tokens)
+            else:
+                ceiling -= each * min(space.window_tokens + self._chunk_tokens, space.num_usable_tokens)
+        return max(0, min(virtual, int(ceiling / bytes_per_token)))
 
     @property
     def statistics(self) -> Statistics:
@@ -186,7 +203,7 @@ class Ticker:
             allowance.growable_bytes,
             -allowance.owed_bytes,
             -int(allowance.must),
-            allowance.ceiling_bytes,
+            min(allowance.ceiling_bytes, self._attainable_bytes),
         ]
         for space in self._spaces:
             own.append(int(space.growth.outcome if space.growth else Outcome.DONE))
@@ -302,9 +319,23 @@ class Ticker:
         would wait for ever. This lets in that request only.
         """
         attainable = space.free_tokens + self._cache.evictable(space)
-        if attainable < self._demand.head_prompt:
+        if attainable < space.prompt_tokens(self._demand.head_prompt, self._demand.chunk):
             return 0
         return max(0, self._demand.head_total + 1 - attainable)
+
+    def _note_starvation(self) -> None:
+        """Say so if nothing runs for long because the first request finds no room."""
+        demand = self._demand
+        if not demand.waiting or demand.running or demand.pledged or not self._is_short(Space.step_tokens):
+            self._starvation.ended()
+            return
+        space = min(self._spaces, key=lambda each: each.free_tokens - each.step_tokens(demand))
+        self._starvation.goes_on(
+            needed_tokens=space.prompt_tokens(demand.head_prompt or demand.prefill, demand.chunk),
+            free_tokens=space.free_tokens,
+            cached_tokens=self._cache.evictable(space),
+            growable_bytes=self.growable_bytes,
+        )
 
     # Saying
 

@@ -133,17 +133,18 @@ class Trimmer:
         if num_owed <= 0 or agreed.now_ms < self._owed_paused_until_ms:
             return 0
         space.free_list.concentrate()
-        idle = self._idle(space, keep_tokens=demand.pledged)
+        keep = space.kept_tokens(demand)
+        idle = self._idle(space, keep_tokens=keep)
         # A prompt that is half prefilled was promised what is cached, too.
         if len(idle) < num_owed and not demand.pledged:
-            idle = self._evict_for(space, num_owed, idle)
+            idle = self._evict_for(space, num_owed, idle, keep)
         leaving = idle[: min(num_owed, MAX_EXTENTS_PER_ORDER)]
         self._retire(space, leaving, step)
         if not leaving:
             self._owed_paused_until_ms = agreed.now_ms + OWED_PAUSE_MS
         return len(leaving) * space.extent_bytes
 
-    def _evict_for(self, space: Space, num_owed: int, idle: list[int]) -> list[int]:
+    def _evict_for(self, space: Space, num_owed: int, idle: list[int], keep_tokens: int) -> list[int]:
         """Evict cached content until enough extents are idle, or the cache is at its floor."""
         floor = self._tokens(self._policy.floor_bytes, space)
         while len(idle) < num_owed:
@@ -152,7 +153,7 @@ class Trimmer:
             if evicted <= 0:
                 break
             self.evicted_tokens += evicted
-            idle = self._idle(space, keep_tokens=0)
+            idle = self._idle(space, keep_tokens=keep_tokens)
         return idle
 
     def _give_surplus(self, space: Space, demand: Demand, step: int) -> int:

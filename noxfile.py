@@ -502,6 +502,37 @@ def gpu(session: nox.Session) -> None:
     )
 
 
+SPEED = {
+    "serve_speed": ("--vllm", "--sglang", "--ttft"),
+    "growth": (),
+    "driver_costs": (),
+    "neighbour": ("--vllm",),
+    "three_models": ("--vllm",),
+}
+
+
+@nox.session
+def speed(session: nox.Session) -> None:
+    """On a machine with a GPU: what elastic memory costs and brings, or what is named after `--`; tables in build/speed.
+
+    It fails where a goal was missed, after everything has been measured.
+    """
+    unknown = [name for name in session.posargs if name not in SPEED]
+    if unknown:
+        session.error(f"no measurement is called {unknown[0]}; there are {', '.join(SPEED)}")
+    targets = {f"--{name}": environment(session, f"{name}-gpu", engine_python(session)) for name in ("vllm", "sglang")}
+    out, target = BUILD / "speed", targets["--vllm"]
+    missed = []
+    for name in session.posargs or SPEED:
+        words = [word for flag in SPEED[name] for word in (flag, *([targets[flag].python] if flag in targets else []))]
+        command = (target.python, "-m", f"benchmarks.{name}", *words, "--out", str(out))
+        run_patiently(session, *command, target=target)
+        tables = [path for path in out.glob("*.md") if path.stem.startswith(name)]
+        missed += [row for table in tables for row in table.read_text().splitlines() if "missed" in row]
+    if missed:
+        session.error("goals missed:\n" + "\n".join(missed))
+
+
 @nox.session
 def demo(session: nox.Session) -> None:
     """Two real vLLM servers on one memory budget; `-- --quick` for a tiny model."""

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+RESULTS = (ROOT / "docs" / "results" / "README.md").read_text()
 LINES = [line for block in re.findall(r"^```\n(.*?)^```", README, re.M | re.S) for line in block.splitlines()]
 COMMANDS = sorted({line for line in LINES if line.startswith("kvcached ")})
 
@@ -55,7 +56,18 @@ def test_every_command_is_understood(command: str):
             parse_size(words[words.index(word) + 1])
 
 
-@pytest.mark.parametrize("session", re.findall(r"nox -s (\w+)", README))
+@pytest.mark.parametrize("path", re.findall(r"^\| `([\w/.-]+)`", RESULTS, re.M))
+def test_every_result_in_the_table_is_there(path: str):
+    assert (ROOT / "docs" / "results" / path).exists()
+
+
+@pytest.mark.parametrize("name", re.findall(r"nox -s speed -- (\w+)", RESULTS))
+def test_every_measurement_exists(name: str):
+    assert (ROOT / "benchmarks" / f"{name}.py").exists()
+    assert f'    "{name}": (' in (ROOT / "noxfile.py").read_text()
+
+
+@pytest.mark.parametrize("session", sorted({*re.findall(r"nox -s (\w+)", README + RESULTS)}))
 def test_every_nox_session_exists(session: str):
     assert f"def {session}(session: nox.Session)" in (ROOT / "noxfile.py").read_text()
 

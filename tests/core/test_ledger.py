@@ -325,6 +325,45 @@ def test_nobody_grows_into_what_a_loading_member_waits_for(world: World) -> None
     assert growing.lease(500) == 500
 
 
+@pytest.mark.parametrize("asked", [550, 700, 900])
+def test_what_is_loaded_already_need_not_be_free_a_second_time(runtime_dir: Path, asked: int) -> None:
+    """Weights may take more than was expected, and more than half of the device."""
+    driver = Driver()
+    world = World(runtime_dir, TOTAL, headroom_bytes=100, device_id="GPU-1")
+    loading, other = (world.actor(driver).ledger.join(name, engine="test") for name in ("loading", "other"))
+    loading.static_lease(500, deadline_seconds=0)
+    driver.free -= 600
+    loading.static_used(600)
+    loading.static_lease(asked, deadline_seconds=0)
+    assert seen(world)["loading"].static_lease_bytes == asked
+    assert other.lease(TOTAL) == 900 - max(600, asked)
+    world.close()
+
+
+def test_who_has_loaded_waits_for_what_is_still_to_come_and_for_no_more(runtime_dir: Path) -> None:
+    driver = Driver()
+    world = World(runtime_dir, TOTAL, device_id="GPU-1")
+    idle, loading = (world.actor(driver).ledger.join(name, engine="test") for name in ("idle", "loading"))
+    grow(idle, 300)
+    driver.free -= 300
+    say(idle, cached=300)
+    driver.free -= 600
+    loading.static_used(600)  # nothing leased yet
+    unmet = []
+
+    def neighbour_trims(_: float) -> None:
+        unmet.append(seen(world)["loading"].static_unmet_bytes)
+        assert idle.allowance().target_bytes == 200
+        shrink(idle, 100)
+        driver.free += 100
+
+    world.clock.sleep = neighbour_trims  # type: ignore[method-assign]
+    loading.static_lease(800, deadline_seconds=1)
+    assert unmet == [200]
+    assert world.actors[0].ledger.snapshot().unleased_bytes == 0
+    world.close()
+
+
 def test_a_static_lease_that_is_not_granted_in_time_says_why(world: World) -> None:
     busy, loading = join(world, "busy"), join(world, "loading")
     grow(busy, 700)

@@ -679,8 +679,9 @@ class Account:
     def static_lease(self, num_bytes: int, *, deadline_seconds: float) -> None:
         """Hold so many bytes in all for weights, activations and graphs; wait while others trim for it.
 
-        Less than before is effective at once. More is granted whole or not at all; while it waits, others see it as
-        demand that comes before theirs, down to their floors.
+        Less than before is effective at once, and so is what is in use already (say so first, by :meth:`static_used`).
+        More is granted whole or not at all; while it waits, others see it as demand that comes before theirs, down to
+        their floors.
 
         Raises:
             LedgerError: Not granted within the deadline; the message has the figures. What was held before still is.
@@ -858,14 +859,16 @@ class Account:
 
     def _static_granted(self, num_bytes: int) -> bool:
         with self._ledger._lock:
-            missing = num_bytes - self._figures["static_lease_bytes"]
+            held, used = self._figures["static_lease_bytes"], self._figures["static_used_bytes"]
+            # What is in use is off the driver's free bytes already: only what is still to come must be free.
+            missing = max(0, num_bytes - used) - max(0, held - used)
             if missing <= 0:
                 self._set(static_lease_bytes=num_bytes)
                 return True
             if self._present() and self._grant(
                 "static_lease_bytes",
                 "static_proposed_bytes",
-                lambda reading: missing if missing <= reading.unleased_bytes else 0,
+                lambda reading: num_bytes - held if missing <= reading.unleased_bytes else 0,
             ):
                 return True
             self._set(static_unmet_bytes=missing)
@@ -873,7 +876,8 @@ class Account:
 
     def _refused_static(self, num_bytes: int, waited: float) -> str:
         asked = f"{self.name} needs {format_bytes(num_bytes)} on {self._ledger.device_id} for weights, activations and "
-        asked += f"graphs, holds {format_bytes(self._figures['static_lease_bytes'])} of it, and waited {waited:.1f} s"
+        asked += f"graphs, holds {format_bytes(self._figures['static_lease_bytes'])} of it "
+        asked += f"({format_bytes(self._figures['static_used_bytes'])} in use), and waited {waited:.1f} s"
         if not self._present():
             return f"{asked}: {self._ledger._gone}"
         device = self._ledger.snapshot()

@@ -17,9 +17,7 @@ TOTAL = 24 * GIB
 def test_an_engine_alone_on_its_card_loads_more_than_half_of_it(runtime_dir: Path) -> None:
     loaded = [0]
     free = lambda: TOTAL - loaded[0]  # noqa: E731
-    with closing(
-        Ledger.open("GPU-1", TOTAL, runtime_dir=runtime_dir, headroom_bytes=GIB, driver_free=free)
-    ) as ledger:
+    with closing(Ledger.open("GPU-1", TOTAL, runtime_dir=runtime_dir, headroom_bytes=GIB, driver_free=free)) as ledger:
         account = ledger.join("m", engine="sglang")
         member: Any = SimpleNamespace(
             account=account,

@@ -25,6 +25,7 @@ ATTRIBUTES = {
         "is_hybrid_swa",
         "max_prefill_tokens",
         "max_running_requests",
+        "max_total_num_tokens",
         "page_size",
         "running_batch",
         "schedule_stream",
@@ -33,6 +34,8 @@ ATTRIBUTES = {
         "tree_cache",
         "waiting_queue",
     ),
+    "managers/schedule_batch.py:Req": ("beam_group", "kv", "origin_input_ids", "output_ids", "sampling_params"),
+    "managers/schedule_batch.py:ReqKvInfo": ("kv_allocated_len",),
     "mem_cache/allocator/base.py:BaseTokenToKVPoolAllocator": (
         "device",
         "dtype",
@@ -87,6 +90,12 @@ METHODS = {
 }
 EXTEND = ("self", "prefix_lens", "prefix_lens_cpu", "seq_lens", "seq_lens_cpu", "last_loc", "extend_num_tokens")
 SWA = ("self", "size", "size_swa", "page_size", "dtype", "device", "kvcache", "need_sort")
+
+FUNCTIONS = {
+    "beam_search/batch_tail.py": {"num_beam_member_rows": ("reqs",)},
+    "mem_cache/allocation_sizing.py": {"get_alloc_reserve_per_decode": ()},
+}
+"""Functions of SGLang that are called."""
 
 PREDICATES = ("is_deepseek_dsa", "is_deepseek_v4", "is_float4_e2m1fn_x2", "is_minimax_sparse")
 """Names that ``refusals.py`` takes from SGLang's configurator module."""
@@ -193,6 +202,13 @@ def test_methods_that_are_overridden_or_called(srt: Path, where: str):
     base = functions(class_of(srt, "mem_cache/allocator/base.py:BaseTokenToKVPoolAllocator").body)
     for name, expected in METHODS[where].items():
         assert parameters(found.get(name, base.get(name))) == expected
+
+
+@pytest.mark.parametrize("where", FUNCTIONS)
+def test_functions_that_are_called(srt: Path, where: str):
+    found = functions(parse(srt / where).body)
+    for name, expected in FUNCTIONS[where].items():
+        assert parameters(found[name]) == expected
 
 
 def test_extending_and_sliding_window(srt: Path):

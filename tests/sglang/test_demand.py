@@ -6,21 +6,25 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvcached_sglang.demand import AHEAD_STEPS, IDLE, DemandReader
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.runtime_context import get_context
 
 
-def request(num_tokens: int, num_output: int = 0, max_new_tokens: int = 100) -> Any:
+def request(
+    num_tokens: int, num_output: int = 0, max_new_tokens: int = 100, *, allocated: int = 0, beam_rows: int = 0
+) -> Any:
     return SimpleNamespace(
         origin_input_ids=[0] * num_tokens,
         output_ids=[0] * num_output,
+        kv=ReqKvInfo(kv_allocated_len=allocated),
+        beam_group=SimpleNamespace(num_member_rows=beam_rows) if beam_rows else None,
         sampling_params=SimpleNamespace(max_new_tokens=max_new_tokens),
     )
 
 
 def scheduler(waiting: list[Any] | None = None, **changed: Any) -> Any:
     args = {
-        "speculative_num_draft_tokens": None,
-        "speculative_num_steps": None,
-        "speculative_eagle_topk": None,
+        "speculative_algorithm": None,
         "schedule_policy": "fcfs",
         "enable_priority_scheduling": False,
     }
@@ -39,7 +43,7 @@ def scheduler(waiting: list[Any] | None = None, **changed: Any) -> Any:
 
 def batch(size: int, *, extend: bool = False) -> Any:
     mode = SimpleNamespace(is_extend=lambda: extend)
-    return SimpleNamespace(reqs=[object()] * size, forward_mode=mode)
+    return SimpleNamespace(reqs=[request(10)] * size, forward_mode=mode)
 
 
 def read(made: Any, running: int = 0, last: Any = None) -> Any:
@@ -62,10 +66,36 @@ def test_a_batch_that_has_just_prefilled_decodes_next():
     assert read(scheduler(), running=2, last=batch(3)).running == 2
 
 
+EAGLE = {
+    "page_size": 1,
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 8,
+}
+
+
 def test_speculative_steps_take_all_that_is_drafted():
     plain = read(scheduler(), running=1).decode
-    drafted = read(scheduler(speculative_num_draft_tokens=8), running=1).decode
-    assert drafted == plain + 2 * 8
+    with get_context().override_server_args(**EAGLE):
+        drafted = read(scheduler(speculative_algorithm="EAGLE"), running=1).decode
+    assert drafted >= plain - 1 + 2 * 8
+
+
+def test_drafted_trees_take_pages_of_their_own_for_every_branch():
+    """Seven branches of three steps each, in pages of 64 tokens, twice: more than seven times three tokens."""
+    tree = EAGLE | {"speculative_eagle_topk": 7, "page_size": 64}
+    with get_context().override_server_args(**tree):
+        drafted = read(scheduler(speculative_algorithm="EAGLE", page_size=64), running=1).decode
+    assert drafted >= 2 * 7 * 64 * ((63 + 3 + 63) // 64)
+
+
+def test_every_beam_writes_a_token():
+    made = scheduler()
+    beams = SimpleNamespace(reqs=[request(10, beam_rows=15)] * 2)
+    found = DemandReader(made).read(beams, None)
+    assert found.decode >= 2 * 16
+    assert found.ahead >= 2 * 16 * AHEAD_STEPS
 
 
 def test_waiting_prompts_count_up_to_what_one_step_begins_and_the_longest_whole():
@@ -82,10 +112,10 @@ def test_prompts_of_the_steps_after_the_next_are_mapped_ahead():
     assert found.ahead == 4 * 512
 
 
-def test_a_prompt_half_prefilled_is_pledged():
-    found = read(scheduler(chunked_req=request(2000)))
-    assert found.pledged >= 2000
-    assert found.prefill >= 2000
+def test_the_rest_of_a_prompt_half_prefilled_is_pledged():
+    found = read(scheduler(chunked_req=request(2000, allocated=1500)))
+    assert 500 <= found.pledged <= 510
+    assert 500 <= found.prefill <= 510
 
 
 def test_retracted_requests_come_back_with_what_they_generated():

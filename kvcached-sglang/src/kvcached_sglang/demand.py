@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from sglang.srt.beam_search.batch_tail import num_beam_member_rows
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
 AHEAD_STEPS = 64
 """Decoding steps that free pages are kept for. Growth is ordered once fewer are left, so it has about so many steps'
 time; at 10 ms a step that is far more than mapping takes."""
@@ -78,18 +81,13 @@ class DemandReader:
 
     def __init__(self, scheduler: Any) -> None:
         args = scheduler.server_args
+        self._drafts = args.speculative_algorithm is not None
         self._scheduler = scheduler
         self._page_size: int = scheduler.page_size
         self._max_running: int = scheduler.max_running_requests
         chunk = scheduler.chunked_prefill_size
         self._chunked = chunk is not None and chunk > 0
         self._prefill_limit: int = chunk if self._chunked else scheduler.max_prefill_tokens
-        # A speculative step allocates for all drafted tokens before it knows how many stay.
-        drafted = max(
-            args.speculative_num_draft_tokens or 0,
-            (args.speculative_num_steps or 0) * (args.speculative_eagle_topk or 0),
-        )
-        self._tokens_per_step = 1 + 2 * drafted
         self._in_order = args.schedule_policy == "fcfs" and not args.enable_priority_scheduling
         self._queue_seen: tuple[int, int, int] = (0, 0, 0)
         self._queue = _Queue()
@@ -108,26 +106,30 @@ class DemandReader:
         """
         scheduler = self._scheduler
         waiting, chunked = scheduler.waiting_queue, scheduler.chunked_req
-        running = len(running_batch.reqs)
+        decoding = running_batch.reqs
         if last_batch is not None and last_batch is not running_batch and last_batch.forward_mode.is_extend():
-            running += len(last_batch.reqs)
+            decoding = [*decoding, *last_batch.reqs]
+        running = len(decoding)
         if not running and not waiting and chunked is None:
             return IDLE
         queue = self._read_queue(waiting)
         starting = min(len(waiting), max(0, self._max_running - running))
-        margin = (starting + 1) * (self._page_size + self._tokens_per_step)
-        pledged = _length(chunked) + margin if chunked is not None else 0
+        # A speculative step allocates for all drafted tokens before it knows how many stay. The bound may change.
+        per_step = get_alloc_reserve_per_decode() if self._drafts else 1
+        rows = num_beam_member_rows(decoding)  # a beam writes a token a step, in pages of one token
+        margin = (starting + 1) * (self._page_size + per_step)
+        pledged = max(0, _length(chunked) - chunked.kv.kv_allocated_len) + margin if chunked is not None else 0
         begun = min(queue.prompts, self._prefill_limit + queue.longest)
         prompts = begun + margin if starting else 0
         later = min(queue.prompts - begun, AHEAD_PREFILLS * self._prefill_limit) if starting else 0
         prefill = pledged + prompts
         first_is_known = chunked is None and (len(waiting) == 1 or self._in_order)
         return Demand(
-            decode=running * (self._page_size + self._tokens_per_step),
+            decode=running * (self._page_size + per_step) + rows,
             prefill=prefill,
             chunk=min(prefill, self._prefill_limit + margin) if self._chunked else prefill,
             pledged=pledged,
-            ahead=running * AHEAD_STEPS * self._tokens_per_step + later,
+            ahead=(running * per_step + rows) * AHEAD_STEPS + later,
             head_prompt=queue.head_prompt + margin if waiting and first_is_known else 0,
             head_total=queue.head_total + margin if waiting and first_is_known else 0,
             running=running,

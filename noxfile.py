@@ -513,7 +513,7 @@ SPEED = {
 
 @nox.session
 def speed(session: nox.Session) -> None:
-    """On a machine with a GPU: what elastic memory costs and brings, or what is named after `--`; tables in build/speed.
+    """On a machine with a GPU: what elastic memory costs and brings, or what `--` names; tables in build/speed.
 
     It fails where a goal was missed, after everything has been measured.
     """

@@ -76,6 +76,9 @@ def _vllm_cases() -> Iterator[Case]:
     for layout in VLLM_LAYOUTS:
         yield _vllm("gqa", layout, 1, "fp8", "--kv-cache-dtype", "fp8")
         yield _vllm("gqa", layout, 1, "eager", "--enforce-eager")
+    # Every decoding step is padded to eight: what fills up a batch must touch no block of a request.
+    for family in ("swa", "linear"):
+        yield _vllm(family, "block", 1, "padded", "--cudagraph-capture-sizes", "8")
     # No layout asked for: the plugin's preference against the engine's own.
     yield Case("vllm-gqa-default", VLLM, "gqa", VLLM_SIZE)
 
@@ -99,6 +102,8 @@ def _sglang_cases() -> Iterator[Case]:
     yield _sglang("gqa", 1, "fp8", "--kv-cache-dtype", "fp8_e4m3")
     yield _sglang("gqa", 1, "eager", "--disable-cuda-graph")
     yield _sglang("gqa", 1, "noradix", "--disable-radix-cache")
+    for family in ("swa", "linear"):
+        yield _sglang(family, 1, "padded", "--cuda-graph-bs-decode", "8")
 
 
 def _sglang(family: str, parallel: int, variant: str = "", *flags: str) -> Case:

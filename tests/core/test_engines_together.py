@@ -1,13 +1,16 @@
-"""Two agents with a rank each in one ledger, stepped in turn: memory goes where it is wanted, and then it stays there.
+"""Agents with a rank each in one ledger, stepped in turn: memory goes where it is wanted, and then it stays there.
 
 Pages and the ledger are real; the engines' blocks are plain sets, and time is the test's.
 """
 
 from __future__ import annotations
 
+import random
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,8 @@ from tests.core.naive_engine import NaiveBlocks, NaiveScheduler
 
 PAGE = HostBackend.granularity_bytes
 BLOCKS_PER_EXTENT = 4
+MAX_RUNNING = 8
+MAX_REQUEST_BLOCKS = 12
 NUM_EXTENTS = 24
 BUDGET = NUM_EXTENTS * PAGE
 GEOMETRY = Geometry(
@@ -74,6 +79,10 @@ class Engine:
     def step(self) -> None:
         self.blocks.use(max(0, self._wants - self.blocks.num_used_blocks))
         self.scheduler.wanted = max(0, self._wants - self.blocks.num_used_blocks)
+        self.turn()
+
+    def turn(self) -> None:
+        """The step is launched, and the agent has a turn."""
         self.scheduler.step += 1
         self._rank.note_step(self.scheduler.step)
         self._agent.turn()
@@ -85,6 +94,53 @@ class Engine:
     @property
     def num_extents(self) -> int:
         return self.member.resident_bytes // PAGE
+
+
+@dataclass
+class Request:
+    """Grows by a block a step until it has so many; then it ends."""
+
+    num_blocks: int
+    held: list[int] = field(default_factory=list)
+
+
+class Serving(Engine):
+    """An engine with requests that end, and with preemption as real engines have it: of the youngest, to begin anew."""
+
+    def __init__(self, ledger: Ledger, clock: HandClock, stack: ExitStack, account: Account) -> None:
+        super().__init__(ledger, clock, stack, account)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_finished = 0
+        self.num_preempted = 0
+
+    def step(self) -> None:
+        for request in list(self.running):
+            self._grow(request)
+        if self.waiting and len(self.running) < MAX_RUNNING and self.blocks.num_free_blocks > 0:
+            self.running.append(self.waiting.popleft())
+        self.scheduler.is_busy = bool(self.running or self.waiting)
+        self.scheduler.wanted = 2 * len(self.running) + bool(self.waiting)
+        self.turn()
+
+    def _grow(self, request: Request) -> None:
+        while request in self.running:
+            taken = self.blocks.use(1)
+            if taken:
+                request.held += taken
+                if len(request.held) >= request.num_blocks:
+                    self._end(request)
+                    self.num_finished += 1
+                return
+            youngest = self.running[-1]
+            self._end(youngest)
+            self.waiting.appendleft(youngest)
+            self.num_preempted += 1
+
+    def _end(self, request: Request) -> None:
+        self.running.remove(request)
+        self.blocks.free(request.held, cached=True)
+        request.held = []
 
 
 class Host:
@@ -164,3 +220,28 @@ def test_memory_moves_back_and_forth_with_the_load(host: Host) -> None:
         assert idle.num_extents <= 3
         busy.finish()
         host.run(50)
+
+
+@pytest.mark.parametrize("num_engines", [3, 6])
+def test_more_demand_than_memory_for_a_minute_ends_every_request(num_engines: int, runtime_dir: Path) -> None:
+    """V1: every engine would fill the device alone; none starves, and what is asked ends once it is asked no more."""
+    pick, clock = random.Random(num_engines), HandClock()
+    with ExitStack() as stack:
+        ledger = stack.enter_context(closing(Ledger.open("host", BUDGET, runtime_dir=runtime_dir)))
+        floor_bytes = MAX_REQUEST_BLOCKS // BLOCKS_PER_EXTENT * PAGE
+        names = "abcdef"[:num_engines]
+        accounts = [ledger.join(name, engine="vllm", floor_bytes=floor_bytes) for name in names]
+        engines = [Serving(ledger, clock, stack, account) for account in accounts]
+        asked = 0
+        for turn in range(3000):
+            clock.seconds += 0.02
+            for engine in engines:
+                if turn < 2500 and len(engine.waiting) < 4:
+                    engine.waiting.append(Request(pick.randint(4, MAX_REQUEST_BLOCKS)))
+                    asked += 1
+                engine.step()
+            assert sum(member.lease_bytes for member in ledger.snapshot().members) <= BUDGET
+        finished = [engine.num_finished for engine in engines]
+        assert sum(finished) == asked
+        assert min(finished) > 0.5 * max(finished)
+        assert sum(engine.num_preempted for engine in engines) > 0

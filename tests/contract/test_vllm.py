@@ -117,6 +117,12 @@ MOVES = [
         id="freed blocks at the other end",
     ),
     pytest.param(
+        "v1/core/sched/scheduler.py", "len(self.waiting) + len(self.kv_holding_waiting)",
+        "len(self.waiting) + len(self.kv_holding_waiting) + len(self.third_queue)",
+        "Scheduler.get_request_counts: expected 'return (len(self.running), len(self.waiting) + "
+        "len(self.kv_holding_waiting))'", id="requests wait in another queue",
+    ),
+    pytest.param(
         "v1/kv_cache_interface.py", "    block_stride: int\n", "    stride: int\n",
         "v1/kv_cache_interface.py KVCacheTensor: expected block_stride in it, found none", id="a field renamed",
     ),

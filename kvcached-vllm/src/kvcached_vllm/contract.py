@@ -240,6 +240,19 @@ class OnlyThese:
             yield Finding(where, f"{', '.join(sorted(fewer))} to be used", "no use")
 
 
+@dataclass(frozen=True)
+class Either:
+    """Expectations of one file of which at least one holds: a release has the one or the other."""
+
+    file: str
+    choices: tuple[Expectation, ...]
+
+    def check(self, sources: Sources) -> Iterator[Finding]:
+        findings = [list(choice.check(sources)) for choice in self.choices]
+        if all(findings):
+            yield findings[0][0]
+
+
 def _body(node: ast.AST) -> Sequence[ast.stmt]:
     return node.body if isinstance(node, (ast.Module, ast.ClassDef)) else ()
 
@@ -545,5 +558,76 @@ _WORKER: tuple[Expectation, ...] = (
     Class("v1/attention/backend.py", "MultipleOf", "base"),
 )
 
-EXPECTATIONS = _PLUGINS + _PLATFORMS + _CONFIGURATION + _FREE_QUEUE + _BLOCK_POOL + _SCHEDULER + _KV_CACHE + _WORKER
+_DEMAND: tuple[Expectation, ...] = (
+    # Every queue that requests wait in.
+    Either(
+        "v1/core/sched/scheduler.py",
+        tuple(
+            Contains(
+                "v1/core/sched/scheduler.py",
+                "Scheduler.get_request_counts",
+                (f"return (len(self.running), len(self.waiting) + len(self.{queue}))",),
+            )
+            for queue in ("kv_holding_waiting", "skipped_waiting")
+        ),
+    ),
+    # What a pause holds back, and that a session which waits for its user's input is no work.
+    Contains(
+        "v1/core/sched/scheduler.py",
+        "Scheduler.get_num_unfinished_requests",
+        ("PauseState.PAUSED_ALL", "return 0", "PauseState.PAUSED_NEW", "self.num_waiting_for_streaming_input"),
+    ),
+    Function("v1/core/sched/scheduler.py", "Scheduler.pause_state", ("self",), "property"),
+    Sets("v1/core/sched/scheduler.py", "Scheduler", "num_waiting_for_streaming_input"),
+    Contains(
+        "v1/core/sched/scheduler.py",
+        "Scheduler.schedule",
+        ("num_running = len(self.running) + self.num_waiting_for_streaming_input",),
+    ),
+    Either(
+        "v1/core/sched/scheduler.py",
+        tuple(
+            Contains("v1/core/sched/scheduler.py", "Scheduler.schedule", (f"if num_running >= self.{most}:",))
+            for most in ("max_num_active_reqs", "max_num_running_reqs")
+        ),
+    ),
+    Class("v1/request.py", "RequestStatus", "WAITING PREEMPTED"),
+    Sets("v1/request.py", "Request", "num_computed_tokens status"),
+    Class("v1/core/sched/request_queue.py", "RequestQueue", "__bool__ __iter__ __len__"),
+    # How large requests are.
+    Class("config/vllm.py", "VllmConfig", "max_in_flight_tokens"),
+    Class("config/parallel.py", "ParallelConfig", "decode_context_parallel_size"),
+    Class("config/scheduler.py", "SchedulerConfig", "max_num_encoder_input_tokens"),
+    Function(
+        "v1/kv_cache_interface.py",
+        "SlidingWindowSpec.max_admission_blocks_per_request",
+        ("self", "max_in_flight_tokens", "max_model_len"),
+    ),
+    Function(
+        "v1/kv_cache_interface.py",
+        "ChunkedLocalAttentionSpec.max_admission_blocks_per_request",
+        ("self", "max_in_flight_tokens", "max_model_len"),
+    ),
+    Class(
+        "v1/kv_cache_interface.py",
+        "MambaSpec",
+        "mamba_cache_mode num_prefill_checkpoint_blocks num_speculative_blocks",
+    ),
+    Contains(
+        "v1/kv_cache_interface.py",
+        "MambaSpec.max_memory_usage_bytes",
+        ("'align'", "2 + self.num_speculative_blocks + self.num_prefill_checkpoint_blocks"),
+    ),
+    Contains(
+        "v1/kv_cache_interface.py",
+        "CrossAttentionSpec.max_memory_usage_bytes",
+        ("cdiv(max_encoder_len, self.block_size)",),
+    ),
+    Contains("v1/kv_cache_interface.py", "CircularBufferSpec.max_memory_usage_bytes", ("return self.page_size_bytes",)),
+    Class("v1/kv_cache_interface.py", "UniformTypeKVCacheSpecs", "kv_cache_specs"),
+)
+
+EXPECTATIONS = (
+    _PLUGINS + _PLATFORMS + _CONFIGURATION + _FREE_QUEUE + _BLOCK_POOL + _SCHEDULER + _DEMAND + _KV_CACHE + _WORKER
+)
 """Everything, from the plugin's entry points to its workers."""

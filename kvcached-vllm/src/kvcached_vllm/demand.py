@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvcached_vllm import sizing
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from kvcached_vllm.request_size import RequestSize
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.v1.core.sched.request_queue import RequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
 
 STANDING_TOKENS = 1024
 """A prompt of this length into an idle engine finds its blocks resident (measured on a CPU: no wait with 64 blocks of
 16 tokens, about 3 ms with 16 blocks)."""
+
+_QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
+"""Where requests wait. A release has ``waiting`` and one of the others: 0.30 puts those there that wait for something
+else first, a grammar for one, and 0.31 on those that hold blocks already."""
+
+_READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class Demand:
@@ -20,48 +32,78 @@ class Demand:
     vLLM admits a prompt only when all of its blocks are free (``scheduler_reserve_full_isl``), takes them chunk by
     chunk, and preempts running requests when a step finds too few. So the figures are whole prompts, what is left of
     those begun, and a block per group for each that decodes.
+
+    They may come out too small, where vLLM's admission counts what is not known here. So a step that ran nothing says
+    so (`turned_away`): the request that it could not admit needs more than was free.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._size = sizing.RequestSize(scheduler.vllm_config, scheduler.kv_cache_config)
+        self._size = RequestSize(scheduler.vllm_config, scheduler.kv_cache_config)
+        self._queues = [name for name in _QUEUES if hasattr(scheduler, name)]
+        self._max_admitted = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
         self._max_step_tokens = scheduler.max_num_scheduled_tokens
-        lookahead_tokens = 1 + scheduler.num_lookahead_tokens + scheduler.num_spec_tokens
-        self._blocks_per_running = self._size.blocks(lookahead_tokens)
+        self._ahead_tokens = 1 + scheduler.num_lookahead_tokens
+        self._blocks_per_running = self._size.more_blocks(self._ahead_tokens + scheduler.num_spec_tokens)
+        self._turned_away_blocks = 0
 
     def next_step_blocks(self) -> int:
         """What the next step needs so as to neither preempt nor turn the first waiting prompt away."""
-        begun = self._size.blocks(min(self._begun_tokens(), self._max_step_tokens))
+        begun = self._size.more_blocks(min(self._begun_tokens(), self._max_step_tokens))
         return self._running_blocks() + begun + self._head_blocks()
 
     def next_steps_blocks(self) -> int:
         """What the next few steps take: two blocks for each that runs, prompts begun, and as many as fit a step."""
         head = self._head_blocks()
-        others = head * max(0, len(self._scheduler.waiting) - 1)
-        begun = self._size.blocks(self._begun_tokens())
-        return 2 * self._running_blocks() + begun + head + min(others, self._size.blocks(self._max_step_tokens))
+        others = head * max(0, self._scheduler.get_request_counts()[1] - 1)
+        begun = self._size.more_blocks(self._begun_tokens())
+        known = 2 * self._running_blocks() + begun + head + min(others, self._size.blocks(self._max_step_tokens))
+        return max(known, self._turned_away_blocks)
 
-    def request_blocks(self, request: Any) -> int:
-        """What a request can come to hold: its prompt and all that it may generate."""
-        num_tokens = request.num_prompt_tokens + (request.max_tokens or 0)
-        return self._size.blocks(min(num_tokens, self._scheduler.max_model_len))
+    def turned_away(self, free_blocks: int) -> int:
+        """A step ran nothing, with so many blocks free.
+
+        Returns:
+            Blocks that it lacked them for, more than were free; 0 where no request waits that could have run.
+        """
+        waiting = self.is_busy() and any(request.status in _READY for queue in self._waiting() for request in queue)
+        self._turned_away_blocks = max(free_blocks + 1, self.next_step_blocks()) if waiting else 0
+        return self._turned_away_blocks
+
+    def served(self) -> None:
+        """A step ran something."""
+        self._turned_away_blocks = 0
+
+    def request_blocks(self, num_tokens: int) -> int:
+        """What a request comes to hold that grows to so many tokens."""
+        return self._size.blocks(min(num_tokens + self._ahead_tokens - 1, self._scheduler.max_model_len))
 
     def standing_blocks(self, blocks_per_extent: int) -> int:
         """Free blocks to keep while nothing is asked: a typical prompt, in at most four extents."""
         return min(self._size.blocks(STANDING_TOKENS), 4 * blocks_per_extent)
 
     def is_busy(self) -> bool:
-        """Whether anything runs or waits."""
-        return bool(self._scheduler.running) or bool(self._scheduler.waiting)
+        """Whether vLLM would work on anything: it knows what a pause holds back, and which sessions wait for input."""
+        return self._scheduler.get_num_unfinished_requests() > 0
+
+    def _waiting(self) -> Iterator[RequestQueue]:
+        return (getattr(self._scheduler, name) for name in self._queues)
 
     def _running_blocks(self) -> int:
         return len(self._scheduler.running) * self._blocks_per_running
 
     def _head_blocks(self) -> int:
+        """Of the first request that waits, or the larger one where two queues have a first."""
         scheduler = self._scheduler
-        if not scheduler.waiting or len(scheduler.running) >= scheduler.max_num_running_reqs:
+        admitted = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+        if scheduler.pause_state != PauseState.UNPAUSED or admitted >= self._max_admitted:
             return 0
-        return self._size.blocks(scheduler.waiting.peek_request().num_tokens + 1)
+        return max((self._admission_blocks(queue.peek_request()) for queue in self._waiting() if queue), default=0)
+
+    def _admission_blocks(self, request: Any) -> int:
+        if request.num_computed_tokens:  # it holds blocks for these
+            return self._size.more_blocks(request.num_tokens - request.num_computed_tokens + self._ahead_tokens)
+        return self._size.blocks(min(request.num_tokens + self._ahead_tokens, self._scheduler.max_model_len))
 
     def _begun_tokens(self) -> int:
         """Tokens still to be computed of prompts begun; such requests are the last that were admitted."""

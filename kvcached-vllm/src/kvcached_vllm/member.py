@@ -19,6 +19,7 @@ from kvcached_core.sizes import format_bytes, parse_size
 
 from kvcached_vllm import layout, sizing
 from kvcached_vllm.allocation import KVAllocation
+from kvcached_vllm.request_size import RequestSize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -185,7 +186,7 @@ class Member:
 
     def _set_default_floor(self, kv_cache_config: KVCacheConfig, geometry: Geometry) -> None:
         if self._settings.floor is None:
-            size = sizing.RequestSize(self._vllm_config, kv_cache_config)
+            size = RequestSize(self._vllm_config, kv_cache_config)
             blocks = size.blocks(self._vllm_config.model_config.max_model_len)
             self.account.set_floor(geometry.worst_case_pages(min(blocks, geometry.num_blocks)) * geometry.page_bytes)
 

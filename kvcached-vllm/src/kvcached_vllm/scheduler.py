@@ -15,7 +15,6 @@ from kvcached_core.agent import WAIT_SECONDS, Agent, AgentStatistics, Policy
 from kvcached_core.config import Settings
 from kvcached_core.sizes import Size, format_bytes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
@@ -69,12 +68,12 @@ class ElasticScheduling:
     # What the agent asks
 
     def wanted_blocks(self) -> int:
-        """Free blocks that the next few steps would take; none while paused or asleep."""
-        return self._demand.next_steps_blocks() if self._is_unpaused() else 0
+        """Free blocks that the next few steps would take; none while vLLM would work on nothing."""
+        return self._demand.next_steps_blocks() if self.busy() else 0
 
     def busy(self) -> bool:
-        """Whether there are requests to work on."""
-        return self._is_unpaused() and self._demand.is_busy()
+        """Whether there are requests to work on; none while paused or asleep."""
+        return self._demand.is_busy()
 
     def last_step(self) -> int:
         """Number of the step scheduled last."""
@@ -92,9 +91,11 @@ class ElasticScheduling:
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
             self._step += 1
             setattr(output, STEP_ATTRIBUTE, self._step)
+            lacking = self._lacking_blocks(output)
             if self._agent.may_grow and self._blocks.num_clean_blocks < self._demand.next_steps_blocks():
                 self._agent.kick()
-            self._await_memory(output)
+            if lacking:
+                self._agent.await_growth(STARVED_WAIT_SECONDS)
             return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
@@ -187,22 +188,20 @@ class ElasticScheduling:
 
     # Working
 
-    def _is_unpaused(self) -> bool:
-        return self._pause_state == PauseState.UNPAUSED  # type: ignore[attr-defined]
-
-    def _await_memory(self, output: SchedulerOutput) -> None:
-        """Where nothing runs and the first request that waits has no memory: wait for some instead of spinning."""
+    def _lacking_blocks(self, output: SchedulerOutput) -> int:
+        """Blocks that a request needs which waits while nothing runs; 0 where something runs, or nothing could."""
         if output.total_num_scheduled_tokens or self.running:  # type: ignore[attr-defined]
+            self._demand.served()
             self._starvation.ended()
-            return
-        needed, free = self._demand.next_step_blocks(), self._blocks.num_free_blocks
-        if free >= needed:
+            return 0
+        free = self._blocks.num_free_blocks
+        needed = self._demand.turned_away(free)
+        if needed:
+            attainable = self._blocks.num_attainable_blocks
+            self._starvation.goes_on(needed_blocks=needed, free_blocks=free, attainable_blocks=attainable)
+        else:
             self._starvation.ended()
-            return
-        self._starvation.goes_on(
-            needed_blocks=needed, free_blocks=free, attainable_blocks=self._blocks.num_attainable_blocks
-        )
-        self._agent.await_growth(STARVED_WAIT_SECONDS)
+        return needed
 
     def _size_watermark(self) -> None:
         """vLLM computed its watermark from all virtual blocks; it means a share of those that can be had."""
@@ -214,7 +213,7 @@ class ElasticScheduling:
     def _fits(self, request: Request) -> bool:
         extents = self._blocks.extents
         most = extents.ceiling * self._blocks.blocks_per_extent
-        needed = self._demand.request_blocks(request)
+        needed = self._demand.request_blocks(request.num_prompt_tokens + (request.max_tokens or 0))
         if needed <= most or extents.ceiling >= extents.num_extents:
             return True
         log.error(

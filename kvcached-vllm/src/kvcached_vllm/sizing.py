@@ -5,7 +5,6 @@ What neighbours hold at start plays no part: two engines with the same flags get
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -14,8 +13,8 @@ from kvcached_core.backends import load_backend
 from kvcached_core.config import Settings
 
 if TYPE_CHECKING:
-    from vllm.config import CacheConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.config import CacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 MAX_BLOCKS = 4_000_000
 """Virtual blocks at most. Each is a Python object in the scheduler (about 200 bytes with its place in our queue):
@@ -74,28 +73,3 @@ def explicit_capacity(cache_config: CacheConfig, capacity_bytes: int) -> Iterato
         yield
     finally:
         cache_config.kv_cache_memory_bytes = given
-
-
-class RequestSize:
-    """How many blocks requests take, in all groups of a hybrid model together.
-
-    Sliding windows and chunked attention hold no more than their window and the tokens in flight, by vLLM's own bound,
-    which its admission uses too (``max_admission_blocks_per_request``).
-    """
-
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        self._groups = [(spec.block_size, _most_blocks(spec, vllm_config)) for spec in specs]
-
-    def blocks(self, num_tokens: int) -> int:
-        """Blocks that one request of so many tokens holds at most."""
-        return sum(min(-(-num_tokens // block_size), most) for block_size, most in self._groups)
-
-
-def _most_blocks(spec: KVCacheSpec, vllm_config: VllmConfig) -> int:
-    """Blocks of a group that one request can hold at all."""
-    if not hasattr(spec, "max_admission_blocks_per_request"):
-        return sys.maxsize
-    return spec.max_admission_blocks_per_request(
-        max_in_flight_tokens=vllm_config.max_in_flight_tokens, max_model_len=vllm_config.model_config.max_model_len
-    )

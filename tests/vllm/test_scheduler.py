@@ -1,0 +1,184 @@
+"""Claims of scheduler.py and demand.py: vLLM's real scheduler over a real rank's memory, without a model.
+
+A block holds 32 tokens and takes a page, an extent is four blocks. Steps are scheduled and never run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kvcached_core import orders
+from kvcached_core.arena import Arena
+from kvcached_core.backends.host import HostBackend
+from kvcached_core.geometry import Geometry, Stripe
+from kvcached_core.ledger import Account, Ledger
+from kvcached_core.rank import Rank
+from kvcached_vllm.member import order_address
+from kvcached_vllm.scheduler import STARVED_WAIT_SECONDS, ElasticScheduler
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.vllm.engine import until
+
+PAGE = HostBackend.granularity_bytes
+TOKENS = 32
+BLOCKS_PER_EXTENT = 4
+NUM_BLOCKS = 64
+MAX_MODEL_LEN = 1024
+FULL = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tiny_llama: Path) -> VllmConfig:
+    config = EngineArgs(
+        model=str(tiny_llama), dtype="float32", block_size=TOKENS, enforce_eager=True, skip_tokenizer_init=True,
+        max_model_len=MAX_MODEL_LEN, max_num_seqs=16, max_num_batched_tokens=MAX_MODEL_LEN,
+        kv_cache_memory_bytes=1 << 26, enable_prefix_caching=False,
+    ).create_engine_config()  # fmt: skip
+    config.cache_config.num_gpu_blocks = NUM_BLOCKS
+    return config
+
+
+class Scene:
+    """A scheduler, its rank, and the ledger that both are in."""
+
+    def __init__(self, scheduler: ElasticScheduler, account: Account) -> None:
+        self.scheduler = scheduler
+        self.account = account
+
+    @property
+    def num_resident_blocks(self) -> int:
+        return self.scheduler._blocks.extents.num_resident * BLOCKS_PER_EXTENT
+
+    def add(self, name: str, num_tokens: int, *, max_tokens: int = 1, **arguments: Any) -> Request:
+        request = Request(
+            name, [7] * num_tokens, SamplingParams(max_tokens=max_tokens, ignore_eos=True), None, **arguments
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def until_runs(self, request: Request) -> None:
+        def runs() -> bool:
+            self.output = self.scheduler.schedule()
+            return request.status == RequestStatus.RUNNING
+
+        until(runs, f"{request.request_id} runs")
+
+    def sample(self, request: Request) -> None:
+        """A token for what was scheduled, as a model would give it."""
+        output = self.output
+        assert output.num_scheduled_tokens == {request.request_id: request.num_prompt_tokens}
+        self.scheduler.update_from_output(
+            output, ModelRunnerOutput([request.request_id], {request.request_id: 0}, sampled_token_ids=[[7]])
+        )
+
+    def answer(self) -> dict[int, Any]:
+        """What a step that ran nothing is answered with."""
+        output = self.scheduler.schedule()
+        assert output.total_num_scheduled_tokens == 0
+        return self.scheduler.update_from_output(output, ModelRunnerOutput([], {}))
+
+
+@contextmanager
+def scene_of(
+    vllm_config: VllmConfig, runtime_dir: Path, spec: KVCacheSpec = FULL, *, ceiling_extents: int | None = None
+) -> Iterator[Scene]:
+    geometry = Geometry(NUM_BLOCKS, (Stripe(0, PAGE, PAGE),), NUM_BLOCKS * PAGE, PAGE, BLOCKS_PER_EXTENT)
+    backend = HostBackend(geometry.size_bytes)
+    ledger = Ledger.open("host", geometry.size_bytes, runtime_dir=runtime_dir)
+    ceiling = None if ceiling_extents is None else ceiling_extents * geometry.extent_bytes
+    account = ledger.join("scheduled", engine="vllm", floor_bytes=0, ceiling_bytes=ceiling)
+    arena = Arena(backend, geometry.size_bytes, PAGE)
+    rank = Rank(arena, geometry, account, backend, index=0)
+    rank.pin(range(1))
+    address = order_address(vllm_config, 0)
+    orders.offer(address, rank, local=True)
+    kv_cache_config = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+    scheduler = ElasticScheduler(vllm_config, kv_cache_config, StructuredOutputManager(vllm_config), TOKENS)
+    try:
+        yield Scene(scheduler, account)
+    finally:
+        scheduler.shutdown()
+        orders.withdraw(address)
+        rank.close()
+        ledger.close()
+        backend.close()
+
+
+@pytest.fixture
+def scene(vllm_config: VllmConfig, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setenv("KVCACHED_RUNTIME_DIR", str(runtime_dir))
+    with scene_of(vllm_config, runtime_dir) as made:
+        yield made
+
+
+# Requests that wait
+
+
+def test_a_long_prompt_gets_its_memory(scene: Scene) -> None:
+    scene.until_runs(scene.add("long", 1000))
+    assert scene.num_resident_blocks >= 1000 // TOKENS
+
+
+def test_a_session_gets_memory_for_the_long_prompt_that_it_goes_on_with(scene: Scene) -> None:
+    """It holds blocks already, so it waits in a queue of its own."""
+    session = scene.add("session", 40, resumable=True)
+    scene.until_runs(session)
+    scene.sample(session)
+    assert session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+    assert not scene.scheduler.busy()  # it waits for its user
+    scene.add("session", 900, resumable=True)
+    assert scene.scheduler.busy()
+    scene.until_runs(session)
+
+
+def test_a_prompt_gets_its_memory_though_vllm_wants_more_than_was_thought(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.scheduler._demand._size = SimpleNamespace(blocks=lambda _: 1, more_blocks=lambda _: 1)  # type: ignore[assignment]
+    request = scene.add("long", 1000)
+    scene.until_runs(request)
+    assert scene.scheduler._demand.next_steps_blocks() < 10  # and no more is asked for it
+
+
+def test_what_waits_for_something_else_than_memory_takes_none_and_is_not_held_up(scene: Scene) -> None:
+    request = scene.add("json", 32)
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    request.structured_output_request = SimpleNamespace(grammar=None)  # type: ignore[assignment]
+    began = time.monotonic()
+    for _ in range(20):
+        assert scene.scheduler.schedule().total_num_scheduled_tokens == 0
+    assert time.monotonic() - began < 20 * STARVED_WAIT_SECONDS
+    assert scene.scheduler.wanted_blocks() == 2
+
+
+def test_a_pause_holds_back_what_vllm_holds_back(scene: Scene) -> None:
+    scheduler = scene.scheduler
+    running = scene.add("running", 32, max_tokens=100)
+    scene.until_runs(running)
+    waiting = scene.add("waiting", 320)
+    unpaused = scheduler.wanted_blocks()
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert scheduler.busy()
+    assert 2 <= scheduler.wanted_blocks() < unpaused - 320 // TOKENS
+    scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert not scheduler.busy()
+    assert scheduler.wanted_blocks() == 0
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    scheduler.finish_requests(running.request_id, RequestStatus.FINISHED_ABORTED)
+    assert not scheduler.busy()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    scene.until_runs(waiting)

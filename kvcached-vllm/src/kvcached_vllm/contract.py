@@ -309,24 +309,40 @@ _CONFIGURATION: tuple[Expectation, ...] = (
         "config/vllm.py",
         "VllmConfig",
         "attention_config cache_config compilation_config diffusion_config instance_id "
-        "kv_transfer_config load_config model_config parallel_config scheduler_config",
+        "is_mm_encoder_only kv_transfer_config load_config model_config parallel_config scheduler_config",
     ),
     Class(
         "config/parallel.py",
         "ParallelConfig",
-        "data_parallel_rank distributed_executor_backend enable_elastic_ep nnodes "
-        "pipeline_parallel_size tensor_parallel_size worker_cls world_size",
+        "data_parallel_index data_parallel_size distributed_executor_backend enable_elastic_ep nnodes "
+        "pipeline_parallel_size tensor_parallel_size use_ray worker_cls world_size",
+    ),
+    # Dense replicas all become rank 0 of one; what still tells them apart is the index.
+    Contains(
+        "config/parallel.py",
+        "ParallelConfig.reconfigure_for_independent_dp_rank",
+        ("self.data_parallel_size = 1", "self.data_parallel_rank = 0"),
+    ),
+    Contains(
+        "v1/engine/core.py",
+        "EngineCoreProc.run_engine_core",
+        ("parallel_config.data_parallel_index = dp_rank", "parallel_config.reconfigure_for_independent_dp_rank()"),
     ),
     Class("config/scheduler.py", "SchedulerConfig", "async_scheduling scheduler_cls watermark"),
     Contains("config/scheduler.py", "SchedulerConfig.get_scheduler_cls", ("self.scheduler_cls",)),
     Class(
         "config/cache.py",
         "CacheConfig",
-        "block_size cache_dtype gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks",
+        "block_size cache_dtype gpu_memory_utilization kv_cache_memory_bytes kv_offloading_size num_gpu_blocks",
     ),
     Class("config/compilation.py", "CompilationConfig", "static_forward_context"),
-    Class("config/model.py", "ModelConfig", "max_model_len model served_model_name"),
-    Class("config/load.py", "LoadConfig", "load_format"),
+    Class(
+        "config/model.py",
+        "ModelConfig",
+        "attn_type has_inner_state is_moe max_model_len model revision served_model_name",
+    ),
+    Contains("config/model.py", "AttnTypeStr", ("'encoder_only'", "'attention_free'")),
+    Class("config/load.py", "LoadConfig", "download_dir"),
     Class("config/kv_transfer.py", "KVTransferConfig", "kv_connector"),
     Class("config/attention.py", "AttentionConfig", "hisparse_config"),
 )
@@ -533,6 +549,23 @@ _WORKER: tuple[Expectation, ...] = (
     Function("v1/worker/gpu_worker.py", "Worker.load_model", ("self",)),
     Function("v1/worker/gpu_worker.py", "Worker.shutdown", ("self",)),
     Function("v1/worker/gpu_worker.py", "Worker.sleep", ("self", "level")),
+    Function("v1/worker/gpu_worker.py", "Worker.wake_up", ("self", "tags")),
+    # What sleeps, and that waking again what is awake already is nothing.
+    Class("device_allocator/__init__.py", "AllocationData", "handle tag is_asleep"),
+    Class("device_allocator/cumem.py", "CuMemAllocator", "instance"),
+    Sets("device_allocator/cumem.py", "CuMemAllocator", "pointer_to_data"),
+    Contains("device_allocator/cumem.py", "CuMemAllocator.sleep", ("unmap_and_release(", "data.is_asleep = True")),
+    Contains(
+        "device_allocator/cumem.py",
+        "CuMemAllocator.wake_up",
+        (
+            "if not data.is_asleep:",
+            "continue",
+            "if tags is None or data.tag in tags",
+            "create_and_map(handle)",
+            "data.is_asleep = False",
+        ),
+    ),
     Function("v1/worker/worker_base.py", "WorkerBase.get_supported_kv_cache_layouts", ("self",)),
     Sets("v1/worker/gpu_worker.py", "Worker", "init_snapshot requested_memory model_runner device"),
     Sets("v1/worker/worker_base.py", "WorkerBase", "cache_config compilation_config rank vllm_config"),

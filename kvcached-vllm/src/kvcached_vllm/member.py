@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from kvcached_core import logs, orders
 from kvcached_core.arena import Arena
 from kvcached_core.backends import Backend, load_backend
@@ -37,8 +36,12 @@ START_DEADLINE_SECONDS = 120.0
 
 def order_address(vllm_config: VllmConfig, rank: int) -> Path:
     """Where the orders for a rank of this engine are taken; the same in the scheduler's process and the worker's."""
-    engine = f"{vllm_config.instance_id}-{vllm_config.parallel_config.data_parallel_rank}-{rank}"
-    return Settings.load().runtime_dir / "orders" / f"{engine}.sock"
+    return Settings.load().runtime_dir / "orders" / f"{_replica(vllm_config)}-{rank}.sock"
+
+
+def _replica(vllm_config: VllmConfig) -> str:
+    """One scheduler and its workers. All replicas of a server have one ``instance_id``; dense ones also rank 0 each."""
+    return f"{vllm_config.instance_id}-{vllm_config.parallel_config.data_parallel_index}"
 
 
 def is_local(vllm_config: VllmConfig) -> bool:
@@ -50,8 +53,16 @@ def is_local(vllm_config: VllmConfig) -> bool:
 class Member:
     """One worker's memory and its slot in the ledger."""
 
-    def __init__(self, vllm_config: VllmConfig, rank: int, backend: Backend) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, rank: int, backend: Backend, static_used: Callable[[], int] | None = None
+    ) -> None:
         """Join the ledger of the backend's device.
+
+        Args:
+            vllm_config: The engine's.
+            rank: Of this worker in its engine.
+            backend: Of its device.
+            static_used: What this process holds of the device beside KV; None on the host, whose budget is for KV.
 
         Raises:
             ConfigError: Limits that cannot work.
@@ -60,6 +71,7 @@ class Member:
         self._vllm_config = vllm_config
         self._settings = Settings.load()
         self._backend = backend
+        self._static_used = static_used
         self._rank_index = rank
         self._rank: Rank | None = None
         self._arena: Arena | None = None
@@ -68,13 +80,15 @@ class Member:
         self._ledger = self._open_ledger()
         self.account = self._join()
 
-    def expect_static(self, num_bytes: int) -> None:
-        """Keep so much of the device for weights, activations and graphs; wait while neighbours trim for it.
+    def expect_static(self, num_bytes: int, *, deadline_seconds: float = START_DEADLINE_SECONDS) -> None:
+        """Keep so much of the device, in all, for weights, activations and graphs; wait while neighbours trim for it.
 
         Raises:
-            LedgerError: Not granted within `START_DEADLINE_SECONDS`, with the figures.
+            LedgerError: Not granted within the deadline, with the figures.
         """
-        self.account.static_lease(num_bytes, deadline_seconds=START_DEADLINE_SECONDS)
+        if self._static_used is not None:
+            self.account.static_used(self._static_used())  # first: what is there need not be free a second time
+        self.account.static_lease(num_bytes, deadline_seconds=deadline_seconds)
 
     def allocate(
         self, kv_cache_config: KVCacheConfig, initialize: Callable[[], None], layers: Mapping[str, Any]
@@ -168,8 +182,7 @@ class Member:
 
     def _engine_id(self) -> str:
         """One for all ranks; the part before the slash is common to the processes of a server."""
-        parallel = self._vllm_config.parallel_config
-        return f"{self._settings.engine_id}/{self._vllm_config.instance_id}-{parallel.data_parallel_rank}"
+        return f"{self._settings.engine_id}/{_replica(self._vllm_config)}"
 
     def _setting(self, name: str) -> int | None:
         size = getattr(self._settings, name)
@@ -189,9 +202,6 @@ class Member:
             size = RequestSize(self._vllm_config, kv_cache_config)
             blocks = size.blocks(self._vllm_config.model_config.max_model_len)
             self.account.set_floor(geometry.worst_case_pages(min(blocks, geometry.num_blocks)) * geometry.page_bytes)
-
-    def _static_used(self) -> int:
-        return 0 if self._backend.device_id == "host" else torch.cuda.memory_reserved(self._backend.device)
 
     def _say_active(self, kv_cache_config: KVCacheConfig, geometry: Geometry) -> None:
         if self._rank_index == 0:

@@ -59,7 +59,9 @@ class Places:
 FOREIGN_WORKER = {"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}
 FOREIGN_SCHEDULER = {"scheduler_cls": "vllm.v1.core.sched.async_scheduler.AsyncScheduler"}
 CONNECTOR = {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}
-REFUSED = [FOREIGN_WORKER, FOREIGN_SCHEDULER, CONNECTOR, {"distributed_executor_backend": "external_launcher"}]
+LAUNCHER = {"distributed_executor_backend": "external_launcher"}
+OFFLOADING = {"kv_offloading_size": 4.0}
+REFUSED = [FOREIGN_WORKER, FOREIGN_SCHEDULER, CONNECTOR, LAUNCHER, OFFLOADING]
 
 
 _NO_ROOM = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
@@ -196,15 +198,16 @@ def test_a_target_device_that_hides_platform_plugins_is_said_once_and_ends_stric
 def test_what_cannot_be_elastic_is_refused_with_the_value_and_runs_natively(cases: dict[str, Future[Done]]) -> None:
     done = cases["refused"].result()
     assert done.code == 0, done.text
-    worker, scheduler, connector, launcher = done.found["configs"]
+    worker, scheduler, connector, launcher, offloading = done.found["configs"]
     assert worker["worker"] == FOREIGN_WORKER["worker_cls"]
     assert scheduler["scheduler"] == FOREIGN_SCHEDULER["scheduler_cls"]
-    assert connector["worker"] == launcher["worker"] == STOCK_WORKER
+    assert connector["worker"] == launcher["worker"] == offloading["worker"] == STOCK_WORKER
     for reason in (
         "The worker class 'vllm.v1.worker.gpu_worker.Worker' is not vLLM's own: leave --worker-cls out.",
         "The scheduler class 'vllm.v1.core.sched.async_scheduler.AsyncScheduler' is not vLLM's own",
         "The KV connector 'ExampleConnector' has not been tested with elastic memory (tested: none yet)",
         "The external launcher has no scheduler beside its workers: use the mp executor.",
+        "Offloading 4 GiB of KV to the host is a KV connector, and none has been tested with elastic memory",
     ):
         assert sum(reason in error for error in done.errors) == 1, done.text
     strict = cases["refused, strict"].result()

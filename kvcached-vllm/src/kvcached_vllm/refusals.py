@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvcached_core import devices
 from kvcached_core.errors import UnsupportedError
 
 from kvcached_vllm import qualnames
@@ -38,14 +39,36 @@ def _reasons(vllm_config: VllmConfig, stock_worker: str, elastic_worker: str) ->
         yield "The external launcher has no scheduler beside its workers: use the mp executor."
     if parallel.nnodes > 1:
         yield f"{parallel.nnodes} hosts: orders reach the ranks of one host only."
+    # Ray places ranks on other hosts without a word about it in the configuration.
+    if parallel.use_ray and parallel.world_size > (num_here := len(devices.inventory().devices)):
+        yield (
+            f"Ray has {parallel.world_size} ranks to place and this host has {num_here} GPUs: orders reach the ranks "
+            "of one host only. Use the mp executor."
+        )
     if parallel.enable_elastic_ep:
         yield "Elastic expert parallelism resizes the KV cache itself: leave --enable-elastic-ep out."
     if vllm_config.diffusion_config is not None:
         yield "Diffusion models have a scheduler of their own."
+    yield from _model_reasons(vllm_config)
     yield from _cache_reasons(vllm_config)
 
 
+def _model_reasons(vllm_config: VllmConfig) -> Iterator[str]:
+    model_config = vllm_config.model_config
+    if model_config is None:
+        return
+    stateless = model_config.attn_type == "attention_free" and not model_config.has_inner_state
+    if model_config.attn_type == "encoder_only" or stateless or vllm_config.is_mm_encoder_only:
+        yield f"The model {model_config.model!r} has no KV cache: there is nothing to make elastic."
+
+
 def _cache_reasons(vllm_config: VllmConfig) -> Iterator[str]:
+    offloading = vllm_config.cache_config.kv_offloading_size
+    if offloading is not None:  # vLLM makes a connector of it, but not before it has asked the platform
+        yield (
+            f"Offloading {offloading:g} GiB of KV to the host is a KV connector, and none has been tested with elastic "
+            "memory: leave --kv-offloading-size out."
+        )
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector not in TESTED_CONNECTORS:
         yield (

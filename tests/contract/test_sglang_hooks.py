@@ -36,6 +36,7 @@ ATTRIBUTES = {
     ),
     "managers/schedule_batch.py:Req": ("beam_group", "kv", "origin_input_ids", "output_ids", "sampling_params"),
     "managers/schedule_batch.py:ReqKvInfo": ("kv_allocated_len",),
+    "managers/schedule_batch.py:ScheduleBatch": ("batch_is_full", "reqs"),
     "mem_cache/allocator/base.py:BaseTokenToKVPoolAllocator": (
         "device",
         "dtype",

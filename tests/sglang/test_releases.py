@@ -29,8 +29,7 @@ def unpacked(release: str) -> Path:
     return cache
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("release", OTHERS)
+@pytest.mark.parametrize("release", [OTHERS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS[1:])])
 def test_elastic_equals_native(release: str, gqa_model: Path, tmp_path: Path, runtime_dir: Path):
     requests = prompts(6, 120, seed=1) + prompts(2, 900, seed=2)
     tokens = []

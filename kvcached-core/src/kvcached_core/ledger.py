@@ -58,12 +58,14 @@ class Allowance:
         ceiling_bytes: What it may hold at most, at the price of running requests: the ceiling that is set, less what
             others need for their floors and cannot get otherwise.
         trim_bytes: What an operator asked it to trim and it has not trimmed yet.
+        yielded_bytes: What others' floors take from the ceiling that is set: ``ceiling_bytes`` is without it.
     """
 
     may_hold_bytes: int
     target_bytes: int
     ceiling_bytes: int
     trim_bytes: int
+    yielded_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -767,6 +769,7 @@ class Account:
                 target_bytes=min(limit, reading.target_bytes(self.slot)),
                 ceiling_bytes=limit,
                 trim_bytes=self._figures["trim_left_bytes"],
+                yielded_bytes=reading.claim(self.slot).ceiling_bytes - limit,
             )
 
     def leave(self) -> None:

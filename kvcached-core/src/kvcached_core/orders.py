@@ -125,15 +125,17 @@ class Standing:
     Attributes:
         may_hold_extents: Resident ones plus what the ledger would grant now.
         target_extents: What it should hold at most: resident ones less what neighbours are owed.
-        ceiling_extents: The member's hard maximum.
+        ceiling_extents: The member's hard maximum now.
         must: ``target_extents`` binds even where it takes memory from running requests (a lowered ceiling, or
             a neighbour's floor).
+        yielded_extents: What others' floors take from the ceiling that is set: ``ceiling_extents`` is without it.
     """
 
     may_hold_extents: int
     target_extents: int
     ceiling_extents: int
     must: bool = False
+    yielded_extents: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

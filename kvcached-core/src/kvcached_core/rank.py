@@ -338,4 +338,6 @@ class Rank:
             target_extents=max(0, self._num_extents - -(-max(0, lease - target) // extent)),
             ceiling_extents=allowance.ceiling_bytes // extent,
             must=lease > allowance.ceiling_bytes,
+            yielded_extents=(allowance.ceiling_bytes + allowance.yielded_bytes) // extent
+            - allowance.ceiling_bytes // extent,
         )

@@ -493,7 +493,7 @@ _SCHEDULER: tuple[Expectation, ...] = (
     Class("v1/request.py", "Request", "num_tokens"),
     Sets("v1/request.py", "Request", "client_index max_tokens num_prompt_tokens request_id"),
     Class("v1/engine/__init__.py", "EngineCoreOutput", "request_id new_token_ids finish_reason"),
-    Class("v1/engine/__init__.py", "EngineCoreOutputs", "outputs"),
+    Class("v1/engine/__init__.py", "EngineCoreOutputs", "finished_requests outputs"),
     Class("v1/engine/__init__.py", "FinishReason", "ERROR"),
 )
 

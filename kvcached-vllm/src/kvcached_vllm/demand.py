@@ -74,9 +74,10 @@ class Demand:
         """A step ran something."""
         self._turned_away_blocks = 0
 
-    def request_blocks(self, num_tokens: int) -> int:
-        """What a request comes to hold that grows to so many tokens."""
-        return self._size.blocks(min(num_tokens + self._ahead_tokens - 1, self._scheduler.max_model_len))
+    def longest_request(self, num_blocks: int) -> int:
+        """Tokens that a request may grow to which comes to hold no more than so many blocks."""
+        longest = self._size.most_tokens(num_blocks, self._scheduler.max_model_len)
+        return longest if longest == self._scheduler.max_model_len else max(0, longest - self._ahead_tokens + 1)
 
     def standing_blocks(self, blocks_per_extent: int) -> int:
         """Free blocks to keep while nothing is asked: a typical prompt, in at most four extents."""

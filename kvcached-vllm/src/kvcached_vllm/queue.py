@@ -214,8 +214,11 @@ class ElasticFreeQueue:
     @property
     def num_attainable_blocks(self) -> int:
         """Blocks that requests could hold now, at least those they do: what usage is a share of."""
-        blocks = self.attainable_extents * self.blocks_per_extent - (self._num_blocks - self._num_pooled)
-        return max(self.num_used_blocks, min(blocks, self._num_pooled))
+        return max(self.num_used_blocks, self.usable_blocks(self.attainable_extents))
+
+    def usable_blocks(self, num_extents: int) -> int:
+        """Blocks of so many extents that requests could hold: not the null block and attention sinks."""
+        return min(num_extents * self.blocks_per_extent - (self._num_blocks - self._num_pooled), self._num_pooled)
 
     @property
     def num_idle_clean_extents(self) -> int:

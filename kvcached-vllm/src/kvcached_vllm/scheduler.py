@@ -10,6 +10,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
+import vllm.v1.engine
 from kvcached_core import orders
 from kvcached_core.agent import WAIT_SECONDS, Agent, AgentStatistics, Policy
 from kvcached_core.config import Settings
@@ -50,7 +51,7 @@ class ElasticScheduling:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._lock = threading.RLock()  # add_request may call finish_requests
         self._step = 0
-        self._refused: list[Request] = []
+        self._refused: list[tuple[Request, str]] = []
         self._starvation = Starvation()
         super().__init__(*args, **kwargs)
         self._demand = Demand(self)  # type: ignore[arg-type]
@@ -59,6 +60,9 @@ class ElasticScheduling:
         self._agent = Agent(self._blocks, links, self, self._lock, self._make_policy())
         self._agent.start()
         self._await_first_blocks()
+        self._longest_said = self.max_model_len  # type: ignore[attr-defined]
+        with self._lock:
+            self._longest_request()
 
     @property
     def agent_statistics(self) -> AgentStatistics:
@@ -105,12 +109,14 @@ class ElasticScheduling:
             return self._answer_refused(outputs) if self._refused else outputs
 
     def add_request(self, request: Request) -> None:
-        """As vLLM's; refuses what could never fit under this engine's ceiling, which would wait forever."""
+        """As vLLM's; refuses a prompt that could never fit under this engine's ceiling, which would wait forever."""
         with self._lock:
-            if self._fits(request):
+            refusal = self._refusal(request)
+            if refusal is None:
                 super().add_request(request)  # type: ignore[misc]
             else:
-                self._refused.append(request)
+                log.error("Request %s is refused. %s", request.request_id, refusal)
+                self._refused.append((request, refusal))
         self._agent.kick()  # a head start before the next step
 
     def has_requests(self) -> bool:
@@ -210,25 +216,56 @@ class ElasticScheduling:
             manager = self.kv_cache_manager  # type: ignore[attr-defined]
             manager.watermark_blocks = int(watermark * self._blocks.num_attainable_blocks)
 
-    def _fits(self, request: Request) -> bool:
-        extents = self._blocks.extents
-        most = extents.ceiling * self._blocks.blocks_per_extent
-        needed = self._demand.request_blocks(request.num_prompt_tokens + (request.max_tokens or 0))
-        if needed <= most or extents.ceiling >= extents.num_extents:
-            return True
-        log.error(
-            "Request %s could grow to %d tokens, which take %d blocks; the ceiling of this engine allows %d. Lower "
-            "max_tokens, or raise the ceiling (kvcached limit).",
-            request.request_id, request.num_prompt_tokens + (request.max_tokens or 0), needed, most,
-        )  # fmt: skip
-        return False
+    def _refusal(self, request: Request) -> str | None:
+        """Why a request can never run under the ceiling that is set. One that could not end under it will end earlier.
+
+        vLLM's servers set ``max_tokens`` to all that the model's length leaves, so it says little of what is wanted.
+        """
+        longest = self._longest_request()
+        if longest >= self.max_model_len:  # type: ignore[attr-defined]
+            return None
+        if request.num_prompt_tokens >= longest:
+            return (
+                f"The prompt of {request.num_prompt_tokens} tokens and an answer do not fit: the ceiling of this "
+                f"engine's KV cache allows {longest} tokens. Raise the ceiling (kvcached limit), or shorten the prompt."
+            )
+        if request.num_prompt_tokens + request.max_tokens > longest:
+            request.max_tokens = longest - request.num_prompt_tokens
+        return None
+
+    def _longest_request(self) -> int:
+        """Tokens that a request may grow to; said at each change to less than the model allows."""
+        ceiling, most = self._agent.ceiling_extents, self.max_model_len  # type: ignore[attr-defined]
+        if ceiling < self._blocks.extents.num_extents:
+            longest = self._demand.longest_request(self._blocks.usable_blocks(ceiling))
+        else:
+            longest = most
+        if longest != self._longest_said:
+            self._longest_said = longest
+            if longest < most:
+                log.warning(
+                    "The ceiling of this engine (%d blocks) allows requests of %d tokens, the model %d: answers end "
+                    "there, and longer prompts are refused. See `kvcached limit`.",
+                    ceiling * self._blocks.blocks_per_extent, longest, most,
+                )  # fmt: skip
+        return longest
 
     def _answer_refused(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
-        for request in self._refused:
-            answer = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR)
-            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(answer)
+        for request, reason in self._refused:
+            to_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            to_client.outputs.append(_refused_output(request, reason))
+            to_client.finished_requests = {*(to_client.finished_requests or ()), request.request_id}
         self._refused.clear()
         return outputs
+
+
+def _refused_output(request: Request, reason: str) -> EngineCoreOutput:
+    """The end of a request that cannot run; since 0.33 with the reason, which its user then reads."""
+    output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR)
+    request_error = getattr(vllm.v1.engine, "RequestError", None)
+    if request_error is not None:
+        output.error = request_error(code="validation_error", message=reason)
+    return output
 
 
 def _connect(scheduler: Any) -> tuple[Sequence[orders.Link], Sequence[orders.Welcome]]:

@@ -24,9 +24,7 @@ EXTENT_TOKENS = 64
 EXTENT_BYTES = ROW_BYTES * EXTENT_TOKENS
 
 
-def make_space(
-    num_extents: int = 32, name: str = "full", window_tokens: int | None = None, short_by: int = 0
-) -> Space:
+def make_space(num_extents: int = 32, name: str = "full", window_tokens: int | None = None, short_by: int = 0) -> Space:
     """A space of one-token pages; extent 0 is resident, and all but the padding page of it free.
 
     Args:

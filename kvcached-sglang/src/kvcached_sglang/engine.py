@@ -9,13 +9,13 @@ from typing import Any
 from kvcached_core import metrics as core_metrics
 from kvcached_core.config import Settings
 from kvcached_core.errors import InvariantError
-from kvcached_core.logs import active_line
+from kvcached_core.logs import active_line, inactive_line
 
 from kvcached_sglang.agreement import Agreement
 from kvcached_sglang.allocator import ElasticSWAAllocator, elastic_like, has_elastic_kind
 from kvcached_sglang.cache import TreeCache
 from kvcached_sglang.demand import DemandReader
-from kvcached_sglang.member import Member
+from kvcached_sglang.member import LOADING_DEADLINE_SECONDS, Member
 from kvcached_sglang.pools import ElasticPool, create_elastic_buffers
 from kvcached_sglang.space import PINNED_EXTENT, Space
 from kvcached_sglang.tick import Ticker
@@ -32,12 +32,19 @@ class Engine:
         ticker: Decides; None until the first tick.
     """
 
-    def __init__(self, settings: Settings, member: Member, version: str) -> None:
+    def __init__(self, settings: Settings, member: Member, version: str, context_tokens: int) -> None:
+        """
+        Args:
+            version: SGLang's.
+            context_tokens: The longest that a request may become.
+        """
         self.spaces: dict[str, Space] = {}
         self.ticker: Ticker | None = None
         self._settings = settings
         self._member = member
         self._version = version
+        self._context_tokens = context_tokens
+        self._floor_bytes = 0
         self._pools: dict[int, tuple[ElasticPool, range]] = {}
         self._demand: DemandReader | None = None
         self._streams: tuple[int, ...] = ()
@@ -45,7 +52,10 @@ class Engine:
     # Pools
 
     def create_buffers(self, original: Callable[[Any], None], pool: Any, buffer_lists: Sequence[str]) -> None:
-        """Put a pool of SGLang over an arena. Only the extent of the padding page is mapped, for good."""
+        """Put a pool of SGLang over an arena. Only the extent of the padding page is mapped, for good.
+
+        Where neighbours hold the device, this waits for them to make room.
+        """
         page_bytes: int | None = None
         if self._pools:
             page_bytes = self._member.layout.page_bytes
@@ -61,8 +71,21 @@ class Engine:
             blocks_per_extent={space.geometry.num_blocks: space.blocks_per_extent for space in self.spaces.values()},
         )
         numbers = self._member.layout.add(made)
-        self._member.rank.pin(numbers[PINNED_EXTENT : PINNED_EXTENT + 1])
+        if self._settings.floor is None:
+            self._raise_floor(made)
+        self._pin(numbers[PINNED_EXTENT : PINNED_EXTENT + 1])
         self._pools[id(pool)] = (made, numbers)
+
+    def _raise_floor(self, made: ElasticPool) -> None:
+        """A request of the greatest length finds room here: busy neighbours give way to it."""
+        geometry = made.geometry
+        blocks = -(-self._context_tokens // made.tokens_per_block) + 1  # and the padding page
+        extents = min(-(-blocks // geometry.blocks_per_extent), geometry.num_extents)
+        self._floor_bytes += extents * geometry.extent_bytes
+        self._member.account.set_floor(self._floor_bytes)
+
+    def _pin(self, numbers: range) -> None:
+        self._member.rank.pin(numbers, deadline_seconds=LOADING_DEADLINE_SECONDS)
 
     # Allocators
 
@@ -77,8 +100,9 @@ class Engine:
         elastic = [part for part in parts.values() if part is not None]
         fits = has_elastic_kind(native) and (len(parts) == 2) == hasattr(native, "swa_attn_allocator")
         if self.spaces or not fits or len(elastic) < len(parts):
-            log.error("%s and %s are not elastic together", type(kv_pool).__name__, type(native).__name__)
-            self._map_for_good(elastic)
+            self._map_for_good(
+                elastic, f"{type(kv_pool).__name__} and {type(native).__name__} are not elastic together"
+            )
             return native
         for name, (pool, numbers) in zip(parts, elastic, strict=True):
             window = window_tokens if name == "swa" else None
@@ -110,7 +134,7 @@ class Engine:
                 space.back(pool, numbers)
                 log.info("a draft model's KV pool follows the target's: %d layers", pool.num_layers)
             else:
-                self._map_for_good([part])
+                self._map_for_good([part], "a draft model's KV pool is cut otherwise than the target's")
 
     def _parts(self, kv_pool: Any) -> dict[str, tuple[ElasticPool, range] | None]:
         """The pools of one of SGLang's, by the name of their ids; None where one is native."""
@@ -120,11 +144,13 @@ class Engine:
             named = {"full": getattr(kv_pool, "full_kv_pool", kv_pool)}
         return {name: self._pools.get(id(pool)) for name, pool in named.items()}
 
-    def _map_for_good(self, parts: Sequence[tuple[ElasticPool, range]]) -> None:
-        """Back pools whose ids stay SGLang's own."""
+    def _map_for_good(self, parts: Sequence[tuple[ElasticPool, range]], reason: str) -> None:
+        """Back pools whose ids stay SGLang's own; in strict mode end the process."""
+        if self._settings.strict:
+            raise SystemExit(inactive_line(engine="SGLang", reason=reason))
         for pool, numbers in parts:
-            log.error("a KV pool of %d layers is mapped for good: %d extents", pool.num_layers, len(numbers))
-            self._member.rank.pin(numbers[PINNED_EXTENT + 1 :])
+            log.error("%s: %d layers are mapped for good, %d extents", reason, pool.num_layers, len(numbers))
+            self._pin(numbers[PINNED_EXTENT + 1 :])
 
     def _active_line(self, kv_pool: Any) -> str:
         limits = self._member.limits
@@ -135,7 +161,7 @@ class Engine:
             member=self._member.account.name,
             device_id=self._member.backend.device_id,
             virtual_bytes=sum(pool.geometry.size_bytes for pool in self._member.layout.pools),
-            floor_bytes=limits.floor_bytes,
+            floor_bytes=self._floor_bytes or limits.floor_bytes,
             ceiling_bytes=limits.ceiling_bytes,
             layout=f"layer-major ({type(kv_pool).__name__}, {pool.num_layers} layers)",
             page_bytes=pool.arena.page_bytes,

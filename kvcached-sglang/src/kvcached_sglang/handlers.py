@@ -6,6 +6,8 @@ State lives in one `Plugin` object of the process, which they are methods of; no
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,13 +15,17 @@ from typing import Any
 import torch
 from kvcached_core.config import Settings
 from kvcached_core.metrics import register as register_metrics
+from kvcached_core.sizes import format_bytes
+from sglang.srt.runtime_context import get_schedule
 
 from kvcached_sglang import hooks, metrics
 from kvcached_sglang.engine import Engine
 from kvcached_sglang.member import Member, open_backend
-from kvcached_sglang.refusals import refused_arguments, refused_pools
-from kvcached_sglang.sizing import GIB, Sizing, member_name, own_bytes
+from kvcached_sglang.refusals import BALANCE_CHECK, refused_arguments, refused_pools
+from kvcached_sglang.sizing import GIB, Sizing, drop_garbage, member_name, own_bytes
 from kvcached_sglang.static import StaticLease, checkpoint_bytes
+
+log = logging.getLogger(__name__)
 
 
 class Plugin:
@@ -69,6 +75,8 @@ class Plugin:
             static_used_bytes=used,
         )
         register_metrics(self._settings)
+        if args.tp_size > 1 and world_rank() == 0 and os.environ.get(BALANCE_CHECK) == "0":
+            log.info("%s=0: neighbours may leave more free on one device than on another", BALANCE_CHECK)
         self._static = StaticLease(self._member, used, model_runner.mem_fraction_static)
         self._static.take(checkpoint_bytes(args))
 
@@ -90,11 +98,24 @@ class Plugin:
             self._member = None
             self._stay_native(reasons)
             return original(configurator, pre_model_load_memory)
+        backend, limits = self._member.backend, self._member.limits
+        drop_garbage(backend, configurator.gpu_id)
         self._static.take()
-        self._engine = Engine(self._settings, self._member, self._engine_version)
-        total_bytes = self._member.limits.total_bytes
-        with self._sizing.as_if_alone(self._member.backend):
-            return original(configurator, total_bytes / GIB)
+        self._engine = Engine(self._settings, self._member, self._engine_version, configurator.model_config.context_len)
+        if configurator.mambaish_config is None:
+            with self._sizing.as_if_alone(backend):
+                return original(configurator, limits.total_bytes / GIB)
+        slack_bytes = int(limits.total_bytes * (1 - get_schedule().mem_fraction_static))
+        with self._sizing.as_if_alone(backend, limits.ceiling_bytes + slack_bytes):
+            kv_bytes = original(configurator, limits.total_bytes / GIB)
+        self._lease_state(self._sizing.answered_bytes - slack_bytes - kv_bytes)
+        return kv_bytes
+
+    def _lease_state(self, num_bytes: int) -> None:
+        """States of linear attention are allocated whole, and stay: they have to find room beside the neighbours."""
+        assert self._static is not None
+        log.info("%s are for states of linear attention; --max-mamba-cache-size sets them", format_bytes(num_bytes))
+        self._static.take(num_bytes)
 
     def get_available_memory(
         self,
@@ -144,6 +165,10 @@ class Plugin:
         """BEFORE: the tick."""
         if self._engine is not None and self._engine.spaces:
             self._engine.tick(scheduler, running_batch, last_batch)
+            if not running_batch.reqs:
+                # 0.5.20 and 0.5.21 clear this flag only where a request leaves a batch, later ones here too: a prompt
+                # that once waited for memory with nothing running would wait for ever.
+                running_batch.batch_is_full = False
 
     def limit_request(self, _: None, scheduler: Any, req: Any) -> None:
         """AFTER: refuse a prompt that cannot fit under this member's ceiling; it would wait for ever."""

@@ -19,6 +19,8 @@ from kvcached_sglang.mapper import Mapper
 log = logging.getLogger(__name__)
 
 CUDA_HEADROOM_BYTES = 1 << 30
+LOADING_DEADLINE_SECONDS = 120.0
+"""How long an engine that is loading waits for its neighbours to trim."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from kvcached_core.errors import ConfigError, UnsupportedError
 from kvcached_core.logs import inactive_line
 
 from kvcached_sglang import hooks, releases
+from kvcached_sglang.refusals import BALANCE_CHECK
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ def _hook(settings: Settings) -> None:
     hooks.verify()
     from kvcached_sglang.handlers import Plugin
 
+    os.environ.setdefault(BALANCE_CHECK, "0")
     plugin = Plugin(settings, sglang.__version__, run_natively)
     for hook in hooks.HOOKS:
         HookRegistry.register(hook.target, getattr(plugin, hook.handler), HookType[hook.kind])

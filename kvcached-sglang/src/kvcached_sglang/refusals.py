@@ -62,6 +62,11 @@ REFUSALS = (
 """Read against 0.5.20 to 0.5.23; tests/contract checks that each argument exists."""
 
 
+BALANCE_CHECK = "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"
+"""With it, SGLang ends a server over several GPUs where one has 10 % less free than another, which is usual beside
+neighbours; kvcached turns it off unless it is set."""
+
+
 def refused_arguments(server_args: Any) -> list[str]:
     """Why this server cannot have an elastic KV cache; empty if it can."""
     return [
@@ -96,5 +101,7 @@ def _pool_reasons(configurator: Any) -> Iterator[str]:
         yield "DeepSeek sparse attention keeps an index beside its KV cache"
     elif sglang.is_minimax_sparse(hf_config):
         yield "MiniMax sparse attention keeps an index beside its KV cache"
+    if configurator.is_hybrid_swa and configurator.model_config.full_attention_layer_ids == []:
+        yield "a model without full attention keeps windows only, in an allocator of its own"
     if configurator.use_mla_backend and configurator.is_hybrid_swa:
         yield "sliding-window MLA has not been tested with it"

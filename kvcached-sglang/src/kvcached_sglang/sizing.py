@@ -8,6 +8,7 @@ static fraction, state pools, token limits, the least over all ranks) stays SGLa
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,15 +25,21 @@ _FAILED = -1.0
 
 
 class Sizing:
-    """Answers SGLang's questions about free memory while it sizes its pools."""
+    """Answers SGLang's questions about free memory while it sizes its pools.
+
+    Attributes:
+        answered_bytes: The last answer.
+    """
 
     def __init__(self) -> None:
         self._backend: Backend | None = None
+        self._most_bytes: int | None = None
+        self.answered_bytes = 0
 
     @contextmanager
-    def as_if_alone(self, backend: Backend) -> Iterator[None]:
-        """Within this, `available_gib` answers for this device as if nobody else used it."""
-        self._backend = backend
+    def as_if_alone(self, backend: Backend, most_bytes: int | None = None) -> Iterator[None]:
+        """Within this, `available_gib` answers for this device as if nobody else used it; at most so much."""
+        self._backend, self._most_bytes = backend, most_bytes
         try:
             yield
         finally:
@@ -62,11 +69,25 @@ class Sizing:
             own = float(tensor)
         if own == _FAILED:
             raise error or KvcachedError("another rank could not ask its device for its memory; its log says why")
+        self.answered_bytes = int(own * GIB)
         return own
 
     def _alone_gib(self, ordinal: int) -> float:
         assert self._backend is not None
-        return (self._backend.memory().total_bytes - own_bytes(self._backend, ordinal)) / GIB
+        alone = self._backend.memory().total_bytes - own_bytes(self._backend, ordinal)
+        return (alone if self._most_bytes is None else min(alone, self._most_bytes)) / GIB
+
+
+def drop_garbage(backend: Backend, ordinal: int) -> None:
+    """Give back what loading has left in this process, so that it is not taken for weights.
+
+    SGLang does the same before it asks how much is free; what answers for it asks for no emptying.
+    """
+    if backend.device_id == "host":
+        return
+    gc.collect()
+    with torch.cuda.device(ordinal):
+        torch.cuda.empty_cache()
 
 
 def own_bytes(backend: Backend, ordinal: int) -> int:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 from kvcached_sglang.hooks import HOOKS, Hook
-from kvcached_sglang.refusals import REFUSALS
+from kvcached_sglang.refusals import BALANCE_CHECK, REFUSALS
 from kvcached_sglang.releases import TESTED_RELEASES
 
 Root = Callable[[str], Path]
 
 ATTRIBUTES = {
+    "configs/model_config.py:ModelConfig": ("context_len", "full_attention_layer_ids", "hf_config"),
     "managers/scheduler.py:Scheduler": (
         "attn_tp_cpu_group",
         "chunked_prefill_size",
@@ -61,6 +62,7 @@ CONFIGURATOR_FIELDS = (
     "is_hybrid_swa",
     "kv_cache_dtype",
     "kv_cache_dtype_str",
+    "mambaish_config",
     "model_config",
     "post_capture_kv_active",
     "server_args",
@@ -95,6 +97,7 @@ SWA = ("self", "size", "size_swa", "page_size", "dtype", "device", "kvcache", "n
 FUNCTIONS = {
     "beam_search/batch_tail.py": {"num_beam_member_rows": ("reqs",)},
     "mem_cache/allocation_sizing.py": {"get_alloc_reserve_per_decode": ()},
+    "runtime_context.py": {"get_schedule": ()},
 }
 """Functions of SGLang that are called."""
 
@@ -210,6 +213,11 @@ def test_functions_that_are_called(srt: Path, where: str):
     found = functions(parse(srt / where).body)
     for name, expected in FUNCTIONS[where].items():
         assert parameters(found[name]) == expected
+
+
+def test_a_server_over_several_devices_need_not_find_them_equally_free(srt: Path):
+    assert BALANCE_CHECK in (srt / "environ.py").read_text()
+    assert f"if envs.{BALANCE_CHECK}.get():" in (srt / "distributed/bootstrap.py").read_text()
 
 
 def test_extending_and_sliding_window(srt: Path):

@@ -83,6 +83,16 @@ def test_a_wrong_setting_ends_the_process_with_the_accepted_form():
     assert "Did you mean KVCACHED_CEILING?" in unknown.stderr
 
 
+def test_devices_of_one_server_may_be_unequally_free_beside_neighbours():
+    code = (
+        "load_plugins()\nfrom sglang.srt.environ import envs; print(envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK.get())"
+    )
+    assert in_a_process(code, ENABLE_KVCACHED="1").stdout.strip().splitlines()[-1] == "False"
+    asked = in_a_process(code, ENABLE_KVCACHED="1", SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK="1")
+    assert asked.stdout.strip().splitlines()[-1] == "True"
+    assert in_a_process(code).stdout.strip().splitlines()[-1] == "True"
+
+
 def test_a_hook_that_sglang_did_not_apply_is_found():
     code = (
         "from sglang.srt.plugins.hook_registry import HookRegistry\n"

@@ -81,6 +81,11 @@ def test_the_releases_own_demand_for_free_memory_and_sleep_mode_are_what_we_coun
     assert "memory" in run_with(root, "check_memory.py")
 
 
+@pytest.mark.slow
+def test_the_releases_own_scheduler_gets_the_memory_that_it_admits_requests_by(root: Path) -> None:
+    assert "scheduler of" in run_with(root, "check_scheduler.py")
+
+
 # The check itself.
 
 

@@ -15,7 +15,7 @@ from kvcached_sglang.releases import TESTED_RELEASES
 Root = Callable[[str], Path]
 
 ATTRIBUTES = {
-    "configs/model_config.py:ModelConfig": ("context_len", "full_attention_layer_ids", "hf_config"),
+    "configs/model_config.py:ModelConfig": ("full_attention_layer_ids", "hf_config"),
     "managers/scheduler.py:Scheduler": (
         "attn_tp_cpu_group",
         "chunked_prefill_size",

@@ -19,20 +19,18 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from tests.sglang.test_mapper import BUDGET, join
 from tests.sglang.test_pools import MHA, make_mha
 
-CONTEXT_TOKENS = 1000
-
 Make = Callable[..., tuple[Engine, Member]]
 
 
 @pytest.fixture
 def make(runtime_dir: Path) -> Iterator[Make]:
-    """Makes a member and its engine, whose requests are of 1000 tokens at most."""
+    """Makes a member and its engine."""
     members: list[Member] = []
 
     def build(**more: str) -> tuple[Engine, Member]:
         settings = Settings.load({"KVCACHED_PAGE_SIZE": "4096", **more})
         members.append(join(runtime_dir, **more))
-        return Engine(settings, members[-1], "0", CONTEXT_TOKENS), members[-1]
+        return Engine(settings, members[-1], "0"), members[-1]
 
     yield build
     for member in members:
@@ -57,13 +55,6 @@ def create(engine: Engine) -> MHATokenToKVPool:
     return pool
 
 
-def floor_of(runtime_dir: Path) -> int:
-    ledger = Ledger.open("host", None, runtime_dir=runtime_dir)
-    [member] = ledger.snapshot().members
-    ledger.close()
-    return member.floor_bytes
-
-
 def test_the_first_extent_waits_for_a_neighbour_that_holds_the_device(make: Make, neighbour: Account):
     engine, member = make()
 
@@ -76,21 +67,6 @@ def test_the_first_extent_waits_for_a_neighbour_that_holds_the_device(make: Make
     create(engine)
     trimming.join()
     assert member.arenas.resident_bytes == member.extent_bytes
-
-
-def test_one_request_of_the_greatest_length_finds_room_whatever_neighbours_do(make: Make, runtime_dir: Path):
-    engine, member = make()
-    create(engine)
-    tokens_per_extent = member.layout.pools[0].geometry.blocks_per_extent
-    floor = floor_of(runtime_dir)
-    assert floor >= (CONTEXT_TOKENS + 1) / tokens_per_extent * member.extent_bytes
-    assert floor <= ((CONTEXT_TOKENS + 1) / tokens_per_extent + 1) * member.extent_bytes
-
-
-def test_a_floor_that_is_set_stays(make: Make, runtime_dir: Path):
-    engine, _ = make(KVCACHED_FLOOR="4096")
-    create(engine)
-    assert floor_of(runtime_dir) == 4096
 
 
 def unfit() -> object:

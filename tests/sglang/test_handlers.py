@@ -58,7 +58,6 @@ class Scene:
 
         configurator = SimpleNamespace(
             gpu_id=3,
-            model_config=SimpleNamespace(context_len=4096),
             mambaish_config=None if state_share is None else object(),
         )
         with get_context().override_server_args(mem_fraction_static=FRACTION):

@@ -32,19 +32,12 @@ class Engine:
         ticker: Decides; None until the first tick.
     """
 
-    def __init__(self, settings: Settings, member: Member, version: str, context_tokens: int) -> None:
-        """
-        Args:
-            version: SGLang's.
-            context_tokens: The longest that a request may become.
-        """
+    def __init__(self, settings: Settings, member: Member, version: str) -> None:
         self.spaces: dict[str, Space] = {}
         self.ticker: Ticker | None = None
         self._settings = settings
         self._member = member
         self._version = version
-        self._context_tokens = context_tokens
-        self._floor_bytes = 0
         self._pools: dict[int, tuple[ElasticPool, range]] = {}
         self._demand: DemandReader | None = None
         self._streams: tuple[int, ...] = ()
@@ -71,18 +64,8 @@ class Engine:
             blocks_per_extent={space.geometry.num_blocks: space.blocks_per_extent for space in self.spaces.values()},
         )
         numbers = self._member.layout.add(made)
-        if self._settings.floor is None:
-            self._raise_floor(made)
         self._pin(numbers[PINNED_EXTENT : PINNED_EXTENT + 1])
         self._pools[id(pool)] = (made, numbers)
-
-    def _raise_floor(self, made: ElasticPool) -> None:
-        """A request of the greatest length finds room here: busy neighbours give way to it."""
-        geometry = made.geometry
-        blocks = -(-self._context_tokens // made.tokens_per_block) + 1  # and the padding page
-        extents = min(-(-blocks // geometry.blocks_per_extent), geometry.num_extents)
-        self._floor_bytes += extents * geometry.extent_bytes
-        self._member.account.set_floor(self._floor_bytes)
 
     def _pin(self, numbers: range) -> None:
         self._member.rank.pin(numbers, deadline_seconds=LOADING_DEADLINE_SECONDS)
@@ -161,7 +144,7 @@ class Engine:
             member=self._member.account.name,
             device_id=self._member.backend.device_id,
             virtual_bytes=sum(pool.geometry.size_bytes for pool in self._member.layout.pools),
-            floor_bytes=self._floor_bytes or limits.floor_bytes,
+            floor_bytes=limits.floor_bytes,
             ceiling_bytes=limits.ceiling_bytes,
             layout=f"layer-major ({type(kv_pool).__name__}, {pool.num_layers} layers)",
             page_bytes=pool.arena.page_bytes,

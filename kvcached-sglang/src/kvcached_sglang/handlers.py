@@ -101,7 +101,7 @@ class Plugin:
         backend, limits = self._member.backend, self._member.limits
         drop_garbage(backend, configurator.gpu_id)
         self._static.take()
-        self._engine = Engine(self._settings, self._member, self._engine_version, configurator.model_config.context_len)
+        self._engine = Engine(self._settings, self._member, self._engine_version)
         if configurator.mambaish_config is None:
             with self._sizing.as_if_alone(backend):
                 return original(configurator, limits.total_bytes / GIB)

@@ -736,6 +736,16 @@ class Account:
             )
         self.heartbeat()
 
+    def expect(self, demand_bytes: int, unmet_bytes: int) -> None:
+        """Tell the others what an engine that is still starting would use, and what of it it could not get.
+
+        It does not report yet: between its first memory and its first request it is silent, for minutes, and that is
+        no sign of a member that was stopped.
+        """
+        with self._ledger._lock:
+            self._set(demand_bytes=demand_bytes, unmet_bytes=unmet_bytes, busy=1)
+        self.heartbeat()
+
     def heartbeat(self) -> None:
         """Show that this member is at work, and keep the ledger in order. Cheap: call it every tick.
 
@@ -910,10 +920,10 @@ class Account:
 def _state(claim: Claim) -> str:
     if claim.stopped:
         return "stopped"
+    if not claim.figures.reporting:
+        return "waiting" if claim.figures.static_unmet_bytes or claim.figures.unmet_bytes else "loading"
     if claim.figures.static_unmet_bytes:
         return "waiting"
-    if not claim.figures.reporting:
-        return "loading"
     return "serving" if claim.figures.busy else "idle"
 
 

@@ -158,15 +158,30 @@ def test_a_prompt_gets_its_memory_though_vllm_wants_more_than_was_thought(
     assert scene.scheduler._demand.next_steps_blocks() < 10  # and no more is asked for it
 
 
-def test_what_waits_for_something_else_than_memory_takes_none_and_is_not_held_up(scene: Scene) -> None:
-    request = scene.add("json", 32)
+def with_grammar(num_tokens: int) -> Request:
+    """A request with a JSON schema whose grammar is being compiled."""
+    request = Request("json", [7] * num_tokens, SamplingParams(max_tokens=1), None)
     request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     request.structured_output_request = SimpleNamespace(grammar=None)  # type: ignore[assignment]
+    return request
+
+
+def test_what_waits_for_something_else_than_memory_takes_none_and_is_not_held_up(scene: Scene) -> None:
+    scene.scheduler.add_request(with_grammar(32))
     began = time.monotonic()
     for _ in range(20):
         assert scene.scheduler.schedule().total_num_scheduled_tokens == 0
     assert time.monotonic() - began < 20 * STARVED_WAIT_SECONDS
     assert scene.scheduler.wanted_blocks() == 2
+
+
+def test_a_long_prompt_with_a_json_schema_gets_its_memory(scene: Scene) -> None:
+    """On 0.30 such requests wait in a queue of their own, and stay there when they are ready."""
+    request = with_grammar(1000)
+    scene.scheduler.add_request(request)
+    scene.scheduler.schedule()
+    request.structured_output_request.grammar = object()  # type: ignore[union-attr,assignment]
+    scene.until_runs(request)
 
 
 def test_a_pause_holds_back_what_vllm_holds_back(scene: Scene) -> None:

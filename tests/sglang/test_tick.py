@@ -139,6 +139,17 @@ def test_the_first_request_is_let_in_whatever_it_may_generate():
     assert scene.space.free_list.available_size() == FREE_AT_START
 
 
+def test_what_is_cached_makes_room_for_the_first_prompt_before_anything_is_lent():
+    """SGLang evicts only where less is available than it allocates; what is lent would count, and it would end."""
+    scene = Scene(FakeHands(room_bytes=0, ceiling_bytes=EXTENT_BYTES))
+    scene.tick()
+    fill_cache(scene, 60)
+    scene.tick(Demand(prefill=40, chunk=40, head_prompt=40, head_total=40 + 1000, waiting=1))
+    assert scene.space.free_list.available_size() > 1000
+    assert scene.space.free_tokens >= 40
+    assert scene.space.free_list.alloc(40) is not None
+
+
 def test_what_admission_counts_on_is_never_more_than_the_capacity():
     """SGLang asserts it wherever sliding-window attention frees pages; the last extent is 23 tokens."""
     scene = Scene(spaces=[make_space(32, short_by=41), make_space(32, name="swa", window_tokens=100, short_by=41)])

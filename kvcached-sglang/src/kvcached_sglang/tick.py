@@ -318,10 +318,18 @@ class Ticker:
         What it may generate could exceed a ceiling that was set after SGLang clipped it to the virtual capacity; it
         would wait for ever. This lets in that request only.
         """
+        prompt = space.prompt_tokens(self._demand.head_prompt, self._demand.chunk)
         attainable = space.free_tokens + self._cache.evictable(space)
-        if attainable < space.prompt_tokens(self._demand.head_prompt, self._demand.chunk):
+        if attainable < prompt:
             return 0
-        return max(0, self._demand.head_total + 1 - attainable)
+        if attainable > self._demand.head_total:
+            return 0  # it gets in without
+        # SGLang evicts only where too little is available, and what is lent here counts as available.
+        if space.free_tokens < prompt:
+            self._cache.evict(space, prompt - space.free_tokens)
+        if space.free_tokens < prompt:
+            return 0
+        return max(0, self._demand.head_total + 1 - space.free_tokens - self._cache.evictable(space))
 
     def _note_starvation(self) -> None:
         """Say so if nothing runs for long because the first request finds no room."""

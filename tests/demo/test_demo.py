@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,22 @@ def test_one_different_token_fails_it():
     native = Reference("key", {"A1": [1], "B1": [3]}, kept=True)
     result = conclude(FULL, _course({"A1": (1,), "B1": (2,)}), _samples(), native)
     assert (result.tokens_equal, result.differing, result.good) == (False, ["B1"], False)
+
+
+SHARED = "A shared with B while both were loaded"
+
+
+def test_memory_is_shared_while_both_are_loaded_and_not_after_one_has_ended():
+    """Whose requests have all ended is idle, and the other may take all that it has cached."""
+    course = _course({})
+    for engine, ended in (("A", 39.0), ("B", 34.0)):
+        course.answers.append(Answer(Request(engine, 1, "", 1), (1,), "", 30.0, ended))
+    native = Reference("key", {"A1": [1], "B1": [1]}, kept=True)
+    before, after = Sample(33.0, {"A": 200 * MIB, "B": 110 * MIB}), Sample(39.5, {"A": 310 * MIB, "B": 4 * MIB})
+    *others, _, last = _samples()
+    assert conclude(FULL, course, [*others, before, after, last], native).checks[SHARED]
+    too_late = replace(before, time=35.0)
+    assert not conclude(FULL, course, [*others, too_late, after, last], native).checks[SHARED]
 
 
 def test_memory_beyond_the_budget_fails_it():

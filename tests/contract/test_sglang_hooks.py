@@ -35,7 +35,9 @@ ATTRIBUTES = {
         "tree_cache",
         "waiting_queue",
     ),
-    "managers/schedule_batch.py:Req": ("beam_group", "kv", "origin_input_ids", "output_ids", "sampling_params"),
+    "managers/io_struct.py:AbortReq": ("abort_all", "finished_reason"),
+    "managers/io_struct.py:BaseReq": ("rid",),
+    "managers/schedule_batch.py:Req": ("beam_group", "kv", "origin_input_ids", "output_ids", "rid", "sampling_params"),
     "managers/schedule_batch.py:ReqKvInfo": ("kv_allocated_len",),
     "managers/schedule_batch.py:ScheduleBatch": ("batch_is_full", "reqs"),
     "mem_cache/allocator/base.py:BaseTokenToKVPoolAllocator": (
@@ -71,6 +73,7 @@ CONFIGURATOR_FIELDS = (
 )
 
 METHODS = {
+    "managers/scheduler.py:Scheduler": {"abort_request": ("self", "recv_req")},
     "mem_cache/allocator/token.py:TokenToKVPoolAllocator": {
         "__init__": ("self", "size", "dtype", "device", "kvcache", "need_sort"),
         "alloc": ("self", "need_size"),
@@ -280,3 +283,10 @@ def test_stats_have_the_figures_that_are_made_true(srt: Path):
 
 def test_a_request_can_be_refused_in_words(srt: Path):
     assert "set_finish_with_abort" in functions(class_of(srt, "managers/schedule_batch.py:Req").body)
+
+
+def test_a_request_that_waits_can_be_ended_with_a_reason(srt: Path):
+    """It is taken from the queue, and what it said of its end is passed on."""
+    abort = ast.unparse(functions(class_of(srt, "managers/scheduler.py:Scheduler").body)["abort_request"])
+    assert "self.waiting_queue.pop(i)" in abort
+    assert "_make_abort_req(req, finished_reason=recv_req.finished_reason)" in abort

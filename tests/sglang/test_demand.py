@@ -135,6 +135,11 @@ def test_the_first_request_is_known_only_where_the_order_is():
     assert read(scheduler(two, enable_priority_scheduling=True)).head_prompt == 0
 
 
+def test_the_first_request_finds_room_as_if_it_waited_alone():
+    waiting = [request(100)] * 16
+    assert read(scheduler(waiting)).head_prompt == read(scheduler(waiting[:1])).head_prompt == 104
+
+
 def test_without_chunks_a_prompt_is_allocated_whole():
     found = read(scheduler([request(9000)], chunked_prefill_size=-1))
     assert found.chunk >= 9000

@@ -154,12 +154,29 @@ def test_chunked_prompts_at_the_ceiling(engines: Pair):
 
 
 def test_a_prompt_beyond_the_ceiling_is_refused_in_words(engines: Pair):
+    """The longest that is not refused is served, though it could generate more than there is room for.
+
+    Of the 1024 tokens that the ceiling holds, one is padding, and four more are what a prompt may take beyond itself.
+    A request that comes before the engine has heard of the ceiling is refused some seconds later.
+    """
     engines.limit(4 * MIB)
-    until(lambda: engines.resident_bytes <= 4 * MIB, "the lower ceiling followed")
-    time.sleep(0.2)  # a tick of the idle loop agrees on it
-    [result] = engines.elastic.generate(prompts(1, 1500, seed=13), 8)
+    longest, too_long = prompts(2, 1019, seed=13)
+    [result] = engines.elastic.generate([[*too_long, 7]], 8)
     assert result.finish == "abort"
-    assert "this engine's ceiling leaves" in result.message
+    assert "takes 1024 tokens of KV cache, and this engine's ceiling leaves 1023" in result.message
+    engines.check_equal([longest], 4)
+    engines.reset()
+
+
+def test_what_no_longer_fits_after_a_ceiling_was_lowered_is_ended_and_holds_nobody_up(engines: Pair):
+    """SGLang takes all but one back, and that ends for want of memory; those taken back could not begin again."""
+    requests = prompts(2, 900, seed=24)
+    engines.elastic.ask("generate", prompts=requests, max_tokens=4000)
+    until(lambda: engines.resident_bytes >= 8 * MIB, "both requests running", 60.0)
+    engines.limit(3 * MIB)
+    messages = [Result(**each).message for each in engines.elastic.answer()]
+    assert sorted(message.split(" ")[0] for message in messages) == ["Out", "the"], messages
+    engines.check_equal(prompts(1, 300, seed=25), 16)
     engines.reset()
 
 

@@ -1,4 +1,4 @@
-"""Sizing, as SGLang asks for it: a stand-in of its configurator, and a device that is 80 GiB large."""
+"""What the hooks call, with stand-ins of SGLang's objects. Sizing is on a device that is 80 GiB large."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from kvcached_core.config import Settings
 from kvcached_core.errors import LedgerError
 from kvcached_sglang import handlers
+from kvcached_sglang.engine import Engine
 from kvcached_sglang.handlers import Plugin
 from kvcached_sglang.sizing import GIB
 from sglang.srt.runtime_context import get_context
@@ -99,3 +100,52 @@ def test_states_that_find_no_room_are_refused_in_words(monkeypatch, caplog):
     with pytest.raises(LedgerError):
         scene.profile(state_share=0.5)
     assert "--max-mamba-cache-size" in caplog.text
+
+
+# Before a batch
+
+
+class Scheduling:
+    """A plugin whose engine has one request waiting, for which a ceiling leaves room or not."""
+
+    def __init__(self, *, starves: bool, ceiling_tokens: int) -> None:
+        self.ended: list[Any] = []
+        self.batch = SimpleNamespace(reqs=[], batch_is_full=True)
+        first = SimpleNamespace(rid="first", origin_input_ids=[7] * 90, output_ids=[7] * 8)
+        self.scheduler = SimpleNamespace(waiting_queue=[first], abort_request=self.ended.append)
+        self.plugin = Plugin(Settings.load({}), "0", lambda *_: None)
+        engine = Engine(self.plugin._settings, None, "0")
+        engine.spaces["full"] = None
+        engine.ticker = SimpleNamespace(starves=starves, ceiling_tokens=ceiling_tokens)
+        engine._demand = SimpleNamespace(margin_tokens=2)
+        engine.tick = lambda *_: None
+        self.plugin._engine = engine
+
+    def before_batch(self) -> None:
+        self.plugin.before_batch(self.scheduler, self.batch, None)
+
+
+def test_a_prompt_may_begin_where_nothing_runs_though_one_had_to_wait():
+    """0.5.20 and 0.5.21 would remember that the batch was full."""
+    scene = Scheduling(starves=False, ceiling_tokens=100)
+    scene.before_batch()
+    assert scene.batch.batch_is_full is False
+    scene.batch.reqs, scene.batch.batch_is_full = ["running"], True
+    scene.before_batch()
+    assert scene.batch.batch_is_full is True
+
+
+def test_a_first_request_that_the_ceiling_leaves_no_room_for_is_ended_once_nothing_has_run_for_long():
+    scene = Scheduling(starves=True, ceiling_tokens=99)
+    scene.before_batch()
+    [ended] = scene.ended
+    assert ended.rid == "first"
+    assert "takes 100 tokens of KV cache, and this engine's ceiling leaves 99" in ended.finished_reason["message"]
+    assert not ended.abort_all
+
+
+@pytest.mark.parametrize(("starves", "ceiling_tokens"), [(False, 99), (True, 100)])
+def test_a_first_request_that_may_find_room_yet_waits(starves: bool, ceiling_tokens: int):
+    scene = Scheduling(starves=starves, ceiling_tokens=ceiling_tokens)
+    scene.before_batch()
+    assert scene.ended == []

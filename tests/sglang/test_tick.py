@@ -391,7 +391,7 @@ def test_sliding_window_needs_its_window_and_a_chunk_of_a_prompt():
 def test_a_request_may_take_what_the_ceiling_leaves():
     scene = Scene(FakeHands(ceiling_bytes=4 * EXTENT_BYTES))
     scene.tick()
-    assert scene.ticker.ceiling_tokens == 4 * EXTENT_TOKENS
+    assert scene.ticker.ceiling_tokens == 4 * EXTENT_TOKENS - 1  # one is padding
     scene.hands.ceiling_bytes = NO_LIMIT
     scene.hands.say()
     scene.tick()
@@ -413,7 +413,7 @@ def test_a_prompt_longer_than_the_window_pool_is_served():
 def test_under_a_ceiling_the_window_and_a_chunk_come_off_once():
     scene = windowed(FakeHands(ceiling_bytes=8 * EXTENT_BYTES))
     scene.tick()
-    assert scene.ticker.ceiling_tokens == 8 * EXTENT_TOKENS - 150
+    assert scene.ticker.ceiling_tokens == (8 - 3) * EXTENT_TOKENS - 1  # 151 tokens take three extents
 
 
 def test_a_first_prompt_longer_than_the_window_pool_is_let_in():
@@ -428,7 +428,7 @@ def test_a_prompt_beyond_what_the_device_has_beside_weights_has_no_room():
     """A ceiling is of the KV cache alone, and by default all of the device: weights and activations come off."""
     scene = Scene(attainable_bytes=4 * EXTENT_BYTES)
     scene.tick()
-    assert scene.ticker.ceiling_tokens == 4 * EXTENT_TOKENS
+    assert scene.ticker.ceiling_tokens == 4 * EXTENT_TOKENS - 1
 
 
 def starve(scene: Scene, seconds: float) -> None:
@@ -442,7 +442,9 @@ def test_a_request_that_finds_no_room_is_spoken_of_once_with_the_figures(caplog)
     scene.hands.on_wait = lambda: None
     starve(scene, 4)
     assert "for want of memory" not in caplog.text
-    starve(scene, 10)
+    assert not scene.ticker.starves
+    starve(scene, 20)
+    assert scene.ticker.starves
     assert caplog.text.count("for want of memory") == 1
     assert "needs 100 tokens of KV cache, 63 are free and 0 cached, and this engine could grow by 0 B" in caplog.text
 
@@ -454,3 +456,4 @@ def test_what_runs_ends_the_wait(caplog):
         starve(scene, 3)
         scene.tick(demand(10, running=1))
     assert "for want of memory" not in caplog.text
+    assert not scene.ticker.starves

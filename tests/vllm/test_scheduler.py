@@ -238,6 +238,30 @@ def test_a_prompt_beyond_the_ceiling_is_refused_and_its_client_told(low: Scene) 
     low.until_runs(low.add("shorter", LONGEST - 1))
 
 
+def test_what_no_longer_fits_after_the_ceiling_was_lowered_is_ended_and_holds_nobody_up(low: Scene) -> None:
+    large = low.add("large", 500, max_tokens=100, client_index=3)
+    low.until_runs(large)
+    low.sample(large)
+    low.ledger.set_limits(NAME, ceiling_bytes=3 * EXTENT)
+    small = low.add("small", 100)
+
+    def is_preempted() -> bool:
+        low.output = low.scheduler.schedule()
+        if large.status == RequestStatus.RUNNING:
+            low.sample(large)
+        return large.status == RequestStatus.PREEMPTED
+
+    until(is_preempted, "the large one gives its memory back")
+    began = time.monotonic()
+    low.scheduler._starvation._now = lambda: time.monotonic() * 20
+    while not (answers := low.answer()):
+        assert time.monotonic() - began < 10
+    [output] = answers[3].outputs
+    assert (output.request_id, output.finish_reason) == ("large", FinishReason.ERROR)
+    assert large.is_finished()
+    low.until_runs(small)
+
+
 def test_the_reason_of_a_refusal_reaches_the_user_where_vllm_passes_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Since 0.33."""
     monkeypatch.setattr("vllm.v1.engine.RequestError", SimpleNamespace, raising=False)

@@ -97,6 +97,16 @@ class DemandReader:
         """What one step prefills of a prompt at most; a prompt that is not cut is limited by the capacity alone."""
         return self._prefill_limit if self._chunked else self._scheduler.max_total_num_tokens
 
+    @property
+    def margin_tokens(self) -> int:
+        """What one request takes at most beyond its prompt before it has generated anything."""
+        return 2 * (self._page_size + self._per_step)
+
+    @property
+    def _per_step(self) -> int:
+        """A speculative step allocates for all drafted tokens before it knows how many stay. The bound may change."""
+        return int(get_alloc_reserve_per_decode()) if self._drafts else 1
+
     def read(self, running_batch: Any, last_batch: Any) -> Demand:
         """The demand at this tick.
 
@@ -114,8 +124,7 @@ class DemandReader:
             return IDLE
         queue = self._read_queue(waiting)
         starting = min(len(waiting), max(0, self._max_running - running))
-        # A speculative step allocates for all drafted tokens before it knows how many stay. The bound may change.
-        per_step = get_alloc_reserve_per_decode() if self._drafts else 1
+        per_step = self._per_step
         rows = num_beam_member_rows(decoding)  # a beam writes a token a step, in pages of one token
         margin = (starting + 1) * (self._page_size + per_step)
         pledged = max(0, _length(chunked) - chunked.kv.kv_allocated_len) + margin if chunked is not None else 0
@@ -130,8 +139,8 @@ class DemandReader:
             chunk=min(prefill, self._prefill_limit + margin) if self._chunked else prefill,
             pledged=pledged,
             ahead=(running * per_step + rows) * AHEAD_STEPS + later,
-            head_prompt=queue.head_prompt + margin if waiting and first_is_known else 0,
-            head_total=queue.head_total + margin if waiting and first_is_known else 0,
+            head_prompt=queue.head_prompt + self.margin_tokens if waiting and first_is_known else 0,
+            head_total=queue.head_total + self.margin_tokens if waiting and first_is_known else 0,
             running=running,
             waiting=len(waiting),
         )

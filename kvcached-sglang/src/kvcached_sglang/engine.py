@@ -152,6 +152,24 @@ class Engine:
 
     # Ticks
 
+    @property
+    def starves(self) -> bool:
+        """Whether nothing has run for long because the first request finds no room; the same on every rank."""
+        return self.ticker is not None and self.ticker.starves
+
+    def beyond_ceiling(self, num_tokens: int) -> str | None:
+        """Why a prompt of so many tokens cannot run, if it cannot."""
+        if self.ticker is None:
+            return None
+        assert self._demand is not None
+        needed, ceiling = num_tokens + self._demand.margin_tokens, self.ticker.ceiling_tokens
+        if needed <= ceiling:
+            return None
+        return (
+            f"the request takes {needed} tokens of KV cache, and this engine's ceiling leaves {ceiling}: raise it "
+            "with `kvcached limit`"
+        )
+
     def tick(self, scheduler: Any, running_batch: Any, last_batch: Any) -> None:
         """Before every batch."""
         if self.ticker is None:

@@ -10,12 +10,14 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import torch
 from kvcached_core.config import Settings
 from kvcached_core.metrics import register as register_metrics
 from kvcached_core.sizes import format_bytes
+from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.runtime_context import get_schedule
 
 from kvcached_sglang import hooks, metrics
@@ -165,22 +167,27 @@ class Plugin:
         """BEFORE: the tick."""
         if self._engine is not None and self._engine.spaces:
             self._engine.tick(scheduler, running_batch, last_batch)
+            if self._engine.starves and scheduler.waiting_queue:
+                self._end_what_cannot_go_on(scheduler, scheduler.waiting_queue[0])
             if not running_batch.reqs:
                 # 0.5.20 and 0.5.21 clear this flag only where a request leaves a batch, later ones here too: a prompt
                 # that once waited for memory with nothing running would wait for ever.
                 running_batch.batch_is_full = False
 
+    def _end_what_cannot_go_on(self, scheduler: Any, first: Any) -> None:
+        """The first request has found no room for long: end it if the ceiling, lowered since, no longer leaves any."""
+        assert self._engine is not None
+        reason = self._engine.beyond_ceiling(len(first.origin_input_ids) + len(first.output_ids))
+        if reason is not None:
+            log.error("Request %s is ended: %s", first.rid, reason)
+            finish = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": reason}
+            scheduler.abort_request(AbortReq(rid=first.rid, finished_reason=finish))
+
     def limit_request(self, _: None, scheduler: Any, req: Any) -> None:
         """AFTER: refuse a prompt that cannot fit under this member's ceiling; it would wait for ever."""
-        ticker = self._engine.ticker if self._engine is not None else None
-        if ticker is None:
-            return
-        tokens, ceiling = len(req.origin_input_ids) + 2 * scheduler.page_size, ticker.ceiling_tokens
-        if tokens > ceiling:
-            req.set_finish_with_abort(
-                f"the prompt takes {tokens} tokens of KV cache, and this engine's ceiling leaves {ceiling}: "
-                "raise it with `kvcached limit`, or shorten the prompt"
-            )
+        reason = self._engine.beyond_ceiling(len(req.origin_input_ids)) if self._engine is not None else None
+        if reason is not None:
+            req.set_finish_with_abort(f"{reason}, or shorten the prompt")
 
     # Figures
 

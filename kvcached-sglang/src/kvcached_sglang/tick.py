@@ -112,13 +112,13 @@ class Ticker:
         self._extent_bytes = extent_bytes
         self._chunk_tokens = chunk_tokens
         self._attainable_bytes = attainable_bytes
-        self._starvation = Starvation(now)
         self._now = now
         self._grower = Grower(self._spaces, hands.send, self._next_seq)
         self._trimmer = Trimmer(self._spaces, cache, policy, hands.send, self._next_seq)
         self._seq = 0
         self._step = 0
         self._agreed = Agreed()
+        self._starvation = Starvation(lambda: self._agreed.now_ms / 1000)
         self._agreed_step = 0
         self._allowance = Allowance(0, 0, NO_LIMIT, must=False)
         self._demand = IDLE
@@ -157,15 +157,21 @@ class Ticker:
 
         Sliding-window attention keeps a window and a chunk of a prompt, however long it is.
         """
-        ceiling, bytes_per_token, virtual = float(self._agreed.ceiling_bytes), 0.0, NO_LIMIT
-        for space in self._spaces:
-            each = space.extent_bytes / space.extent_tokens
-            if space.window_tokens is None:
-                bytes_per_token += each
-                virtual = min(virtual, space.num_usable_tokens)
+        ceiling, ceiling_tokens = self._agreed.ceiling_bytes, NO_LIMIT
+        for space in sorted(self._spaces, key=lambda each: each.window_tokens is None):  # that with windows first
+            padding = space.tokens_per_block
+            if space.window_tokens is not None:
+                held = min(space.window_tokens + self._chunk_tokens, space.num_usable_tokens) + padding
+                ceiling -= -(-held // space.extent_tokens) * space.extent_bytes
             else:
-                ceiling -= each * min(space.window_tokens + self._chunk_tokens, space.num_usable_tokens)
-        return max(0, min(virtual, int(ceiling / bytes_per_token)))
+                left = ceiling // space.extent_bytes * space.extent_tokens - padding
+                ceiling_tokens = min(left, space.num_usable_tokens)
+        return max(0, ceiling_tokens)
+
+    @property
+    def starves(self) -> bool:
+        """Whether nothing has run for long, on any rank, because the first request finds no room."""
+        return self._starvation.is_long
 
     @property
     def statistics(self) -> Statistics:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from vllm.v1.core.sched.request_queue import RequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
 
 STANDING_TOKENS = 1024
 """A prompt of this length into an idle engine finds its blocks resident (measured on a CPU: no wait with 64 blocks of
@@ -69,6 +70,11 @@ class Demand:
         waiting = self.is_busy() and any(request.status in _READY for queue in self._waiting() for request in queue)
         self._turned_away_blocks = max(free_blocks + 1, self.next_step_blocks()) if waiting else 0
         return self._turned_away_blocks
+
+    def first_requests(self) -> list[Request]:
+        """The first of each queue that waits for nothing but memory."""
+        firsts = [queue.peek_request() for queue in self._waiting() if queue]
+        return [request for request in firsts if request.status in _READY]
 
     def served(self) -> None:
         """A step ran something."""

@@ -18,6 +18,7 @@ from kvcached_core.sizes import Size, format_bytes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import RequestStatus
 
 from kvcached_vllm.demand import Demand
 from kvcached_vllm.member import order_address
@@ -205,9 +206,24 @@ class ElasticScheduling:
         if needed:
             attainable = self._blocks.num_attainable_blocks
             self._starvation.goes_on(needed_blocks=needed, free_blocks=free, attainable_blocks=attainable)
+            if self._starvation.is_long:
+                self._end_what_cannot_go_on()
         else:
             self._starvation.ended()
         return needed
+
+    def _end_what_cannot_go_on(self) -> None:
+        """Nothing has run for long: end first requests that the ceiling, lowered since, no longer leaves room for."""
+        longest = self._longest_request()
+        for request in self._demand.first_requests():
+            if request.num_tokens >= longest:
+                reason = (
+                    f"It has come to {request.num_tokens} tokens, and the ceiling of this engine's KV cache now allows "
+                    f"{longest}. Raise the ceiling (kvcached limit)."
+                )
+                log.error("Request %s is ended. %s", request.request_id, reason)
+                self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
+                self._refused.append((request, reason))
 
     def _size_watermark(self) -> None:
         """vLLM computed its watermark from all virtual blocks; it means a share of those that can be had."""

@@ -35,6 +35,24 @@ def test_a_cache_bound_of_one_token_leaves_caching_on(gqa_model: Path, tmp_path:
         engine.kill()
 
 
+def test_a_cache_bound_is_the_memory_of_an_idle_engine_too(gqa_model: Path, tmp_path: Path, runtime_dir: Path):
+    """V3: after mixed load, what stays of the cache is scattered over the extents that held all of it."""
+    bound = 2 * MIB
+    engine = Engine(gqa_model, tmp_path / "log", settings(runtime_dir, KVCACHED_CACHE_CEILING=str(bound)))
+    try:
+        engine.wait_ready()
+        ledger = Ledger.open("host", None, runtime_dir=runtime_dir)
+        sizes = [40, 90, 700, 150, 60, 1500, 300, 80]
+        mixed = [prompt for seed, size in enumerate(sizes * 3) for prompt in prompts(1, size, seed=30 + seed)]
+        first = engine.generate(mixed, 24)
+        until(lambda: resident_bytes(ledger) <= 1.5 * bound, "the cache within its bound", 5.0)
+        assert any(each.cached for each in engine.generate(mixed[-2:], 24))  # not all of it went
+        assert [each.tokens for each in engine.generate(mixed, 24)] == [each.tokens for each in first]
+        ledger.close()
+    finally:
+        engine.kill()
+
+
 def test_beside_a_neighbour_that_holds_the_device(gqa_model: Path, tmp_path: Path, runtime_dir: Path):
     """V2: an idle cache makes room for a start. V18: while the engine sleeps, a neighbour takes everything and keeps
     it; what comes waits, in words, and is right once the memory is back.

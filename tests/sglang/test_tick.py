@@ -297,6 +297,23 @@ def test_cached_content_beyond_its_ceiling_leaves():
     assert scene.num_resident <= 6
 
 
+def scatter_cache(scene: Scene) -> None:
+    """All that is free is cached, and what is used least recently lies evenly over all extents."""
+    pages = scene.space.free_list.alloc(scene.space.free_tokens).tolist()
+    scene.cache.held.extend(pages[i : i + 8] for start in range(0, 64, 8) for i in range(start, len(pages), 64))
+
+
+def test_cached_content_that_lies_scattered_is_no_more_than_half_as_much_again_as_its_ceiling():
+    scene = Scene(policy=CachePolicy(ceiling_bytes=4 * EXTENT_BYTES))
+    scene.tick(demand(1000, running=10))
+    scatter_cache(scene)
+    scene.settle(demand(running=1))
+    assert scene.cache.evictable(scene.space) > 3 * EXTENT_TOKENS  # nothing more goes while anything runs
+    assert scene.num_resident == 16
+    scene.settle()
+    assert scene.num_resident <= 6
+
+
 def test_a_prompt_half_prefilled_keeps_what_it_was_promised():
     scene = Scene()
     scene.tick(demand(1000, running=10))

@@ -23,6 +23,8 @@ OWED_PAUSE_MS = 20
 SURPLUS_PAUSE_MS = 500
 """After a look for extents to trim that found none. Looking waits for the device."""
 MAX_EXTENTS_PER_ORDER = 64
+SCATTERED = 1.5
+"""Memory of what is cached in an idle engine, at most, as a multiple of the cache's ceiling."""
 
 
 class Cache(Protocol):
@@ -158,9 +160,12 @@ class Trimmer:
 
     def _give_surplus(self, space: Space, demand: Demand, step: int) -> int:
         if self._policy.ceiling_bytes is not None:
-            over = self._cache.evictable(space) - self._tokens(self._policy.ceiling_bytes, space)
+            most = self._tokens(self._policy.ceiling_bytes, space)
+            over = self._cache.evictable(space) - most
             if over > 0:
                 self.evicted_tokens += self._cache.evict(space, over)
+            if not demand.busy:
+                self._evict_scattered(space, most)
         # One extent more than what is kept ahead stays while the engine is busy: growing back at once would cost more
         # than it saves.
         keep = space.ahead_tokens(demand) + (space.extent_tokens if demand.busy else 0)
@@ -171,6 +176,20 @@ class Trimmer:
         leaving = self._idle(space, keep_tokens=keep)[: min(spare, MAX_EXTENTS_PER_ORDER)]
         self._retire(space, leaving, step)
         return len(leaving)
+
+    def _evict_scattered(self, space: Space, most_tokens: int) -> None:
+        """Evict until the extents that cached content keeps resident are at most half as much again as its ceiling.
+
+        What is least recently used lies anywhere, so that every extent may hold a little of what is left.
+        """
+        most_extents = max(1, int(most_tokens * SCATTERED) // space.extent_tokens)
+        while space.extents.num_resident > most_extents and self._cache.evictable(space) > 0:
+            if space.extents.num_resident - len(self._idle(space, keep_tokens=0)) <= most_extents:
+                break
+            evicted = self._cache.evict(space, min(space.extent_tokens, self._cache.evictable(space)))
+            if evicted <= 0:
+                break
+            self.evicted_tokens += evicted
 
     def _idle(self, space: Space, *, keep_tokens: int) -> list[int]:
         """Resident extents all of whose pages are free, highest first, as far as so much stays free. Waits for the

@@ -35,6 +35,7 @@ class Pair:
     def check_equal(self, requests: list[list[int]], max_tokens: int) -> list[Result]:
         native, elastic = together([self.native, self.elastic], requests, max_tokens)
         assert all(len(each.tokens) == max_tokens for each in native)
+        assert [each.message for each in elastic if each.message] == []
         assert [each.tokens for each in elastic] == [each.tokens for each in native]
         return elastic
 
@@ -64,8 +65,15 @@ def settings(runtime_dir: Path, name: str = NAME, **more: str) -> dict[str, str]
     }
 
 
+@pytest.fixture
+def engines(pair: Pair) -> Iterator[Pair]:
+    """Without a limit again after each test, however it ends."""
+    yield pair
+    pair.limit(BUDGET)
+
+
 @pytest.fixture(scope="module")
-def engines(gqa_model: Path, tmp_path_factory: pytest.TempPathFactory, module_runtime_dir: Path) -> Iterator[Pair]:
+def pair(gqa_model: Path, tmp_path_factory: pytest.TempPathFactory, module_runtime_dir: Path) -> Iterator[Pair]:
     logs = tmp_path_factory.mktemp("engines")
     # Asleep between its tests, so that it takes no core from the other one.
     native = Engine(gqa_model, logs / "native.log", None, max_total_tokens=CAPACITY, sleep_on_idle=True)
@@ -157,26 +165,30 @@ def test_a_prompt_beyond_the_ceiling_is_refused_in_words(engines: Pair):
     """The longest that is not refused is served, though it could generate more than there is room for.
 
     Of the 1024 tokens that the ceiling holds, one is padding, and four more are what a prompt may take beyond itself.
-    A request that comes before the engine has heard of the ceiling is refused some seconds later.
     """
     engines.limit(4 * MIB)
     longest, too_long = prompts(2, 1019, seed=13)
-    [result] = engines.elastic.generate([[*too_long, 7]], 8)
-    assert result.finish == "abort"
-    assert "takes 1024 tokens of KV cache, and this engine's ceiling leaves 1023" in result.message
+
+    def refused() -> bool:  # once the engine has heard of the ceiling
+        [result] = engines.elastic.generate([[*too_long, 7]], 1)
+        return "takes 1024 tokens of KV cache, and this engine's ceiling leaves 1023" in result.message
+
+    until(refused, "a prompt beyond the ceiling refused")
     engines.check_equal([longest], 4)
     engines.reset()
 
 
-def test_what_no_longer_fits_after_a_ceiling_was_lowered_is_ended_and_holds_nobody_up(engines: Pair):
-    """SGLang takes all but one back, and that ends for want of memory; those taken back could not begin again."""
-    requests = prompts(2, 900, seed=24)
-    engines.elastic.ask("generate", prompts=requests, max_tokens=4000)
-    until(lambda: engines.resident_bytes >= 8 * MIB, "both requests running", 60.0)
-    engines.limit(3 * MIB)
-    messages = [Result(**each).message for each in engines.elastic.answer()]
-    assert sorted(message.split(" ")[0] for message in messages) == ["Out", "the"], messages
-    engines.check_equal(prompts(1, 300, seed=25), 16)
+def test_a_prompt_that_waited_while_the_ceiling_was_lowered_is_refused_and_holds_nobody_up(engines: Pair):
+    """The first runs on under the lower ceiling, the second no longer fits, and the third waits behind it."""
+    engines.limit(5 * MIB)
+    requests = [prompts(1, size, seed=24)[0] for size in (600, 900, 300)]
+    engines.elastic.ask("generate", prompts=requests, max_tokens=200)
+    until(lambda: engines.resident_bytes >= 600 * TOKEN, "the first running", 60.0)
+    engines.limit(3584 * KIB)
+    first, second, third = (Result(**each) for each in engines.elastic.answer())
+    assert "takes 904 tokens of KV cache, and this engine's ceiling leaves 895" in second.message
+    expected = engines.native.generate([requests[0], requests[2]], 200)
+    assert [first.tokens, third.tokens] == [each.tokens for each in expected]
     engines.reset()
 
 

@@ -108,10 +108,10 @@ def test_states_that_find_no_room_are_refused_in_words(monkeypatch, caplog):
 class Scheduling:
     """A plugin whose engine has one request waiting, for which a ceiling leaves room or not."""
 
-    def __init__(self, *, starves: bool, ceiling_tokens: int) -> None:
+    def __init__(self, *, starves: bool, ceiling_tokens: int, output: int = 0) -> None:
         self.ended: list[Any] = []
         self.batch = SimpleNamespace(reqs=[], batch_is_full=True)
-        first = SimpleNamespace(rid="first", origin_input_ids=[7] * 90, output_ids=[7] * 8)
+        first = SimpleNamespace(rid="first", origin_input_ids=[7] * 98, output_ids=[7] * output)
         self.scheduler = SimpleNamespace(waiting_queue=[first], abort_request=self.ended.append)
         self.plugin = Plugin(Settings.load({}), "0", lambda *_: None)
         engine = Engine(self.plugin._settings, None, "0")
@@ -135,7 +135,7 @@ def test_a_prompt_may_begin_where_nothing_runs_though_one_had_to_wait():
     assert scene.batch.batch_is_full is True
 
 
-def test_a_first_request_that_the_ceiling_leaves_no_room_for_is_ended_once_nothing_has_run_for_long():
+def test_a_first_request_that_the_ceiling_leaves_no_room_for_is_refused_once_nothing_has_run_for_long():
     scene = Scheduling(starves=True, ceiling_tokens=99)
     scene.before_batch()
     [ended] = scene.ended
@@ -144,8 +144,15 @@ def test_a_first_request_that_the_ceiling_leaves_no_room_for_is_ended_once_nothi
     assert not ended.abort_all
 
 
-@pytest.mark.parametrize(("starves", "ceiling_tokens"), [(False, 99), (True, 100)])
-def test_a_first_request_that_may_find_room_yet_waits(starves: bool, ceiling_tokens: int):
-    scene = Scheduling(starves=starves, ceiling_tokens=ceiling_tokens)
+@pytest.mark.parametrize(
+    ("starves", "ceiling_tokens", "output"),
+    [
+        pytest.param(False, 99, 0, id="it has only come"),
+        pytest.param(True, 100, 0, id="the ceiling leaves room"),
+        pytest.param(True, 99, 1, id="it has begun"),
+    ],
+)
+def test_a_first_request_that_may_go_on_waits(starves: bool, ceiling_tokens: int, output: int):
+    scene = Scheduling(starves=starves, ceiling_tokens=ceiling_tokens, output=output)
     scene.before_batch()
     assert scene.ended == []

@@ -7,7 +7,7 @@ import threading
 import pytest
 from kvcached_core.orders import Map, Retire
 from kvcached_sglang.demand import Demand
-from kvcached_sglang.tick import UNDER_WAY_SECONDS
+from kvcached_sglang.tick import AGREEMENT_TICKS, UNDER_WAY_SECONDS
 from kvcached_sglang.trimming import CachePolicy
 
 from tests.sglang.fakes import NO_LIMIT, FakeHands, kinds
@@ -107,6 +107,31 @@ def test_a_shortage_that_growth_cannot_end_is_looked_at_now_and_then():
     for _ in range(160):
         scene.tick(demand(100, running=10))
     assert scene.ticker.statistics.agreements <= 12
+
+
+def test_growth_is_ordered_as_soon_as_it_is_short_though_nothing_was_at_the_last_agreement():
+    """A prompt had filled its extents to the last tokens: 16 ticks later its answer would have been out of memory."""
+    scene = Scene(agreement=Lockstep(threading.Barrier(1), []))
+    for _ in range(AGREEMENT_TICKS):
+        scene.tick(demand(10, running=1))
+    assert kinds(scene.hands.log) == ""
+    scene.tick(demand(10, ahead=100, running=1))
+    assert kinds(scene.hands.log) == "m"
+
+
+def test_a_step_waits_for_a_neighbour_though_growing_ahead_has_been_refused():
+    scene = Scene(FakeHands(room_bytes=0), agreement=Lockstep(threading.Barrier(1), []))
+
+    def trim() -> None:
+        scene.hands.room_bytes = NO_LIMIT
+        scene.hands.carry_out()
+
+    scene.hands.on_wait = trim
+    for _ in range(3):
+        scene.tick(demand(10, ahead=100, running=10))
+    assert scene.hands.waits == 0
+    scene.tick(demand(100, running=10))
+    assert scene.space.free_tokens >= 100
 
 
 def test_admission_may_count_on_what_the_ledger_would_grant():

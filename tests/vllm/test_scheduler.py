@@ -238,12 +238,29 @@ def test_a_prompt_beyond_the_ceiling_is_refused_and_its_client_told(low: Scene) 
     low.until_runs(low.add("shorter", LONGEST - 1))
 
 
-def test_what_no_longer_fits_after_the_ceiling_was_lowered_is_ended_and_holds_nobody_up(low: Scene) -> None:
-    large = low.add("large", 500, max_tokens=100, client_index=3)
+def test_a_prompt_that_waited_while_the_ceiling_was_lowered_is_refused_and_holds_nobody_up(low: Scene) -> None:
+    running = low.add("running", 500)
+    low.until_runs(running)
+    large = low.add("large", 700, client_index=3)
+    small = low.add("small", 100)
+    low.ledger.set_limits(NAME, ceiling_bytes=5 * EXTENT)
+    until(lambda: low.scheduler._agent.ceiling_extents == 5, "the ceiling lowered")
+    low.sample(running)
+    low.scheduler._starvation._now = lambda: time.monotonic() * 20
+    began = time.monotonic()
+    while not (answers := low.answer()):
+        assert time.monotonic() - began < 10
+    [output] = answers[3].outputs
+    assert (output.request_id, output.finish_reason) == ("large", FinishReason.ERROR)
+    assert large.is_finished()
+    low.until_runs(small)
+
+
+def test_a_request_that_has_begun_waits_for_a_ceiling_to_be_raised(low: Scene) -> None:
+    large = low.add("large", 500, max_tokens=100)
     low.until_runs(large)
     low.sample(large)
     low.ledger.set_limits(NAME, ceiling_bytes=3 * EXTENT)
-    small = low.add("small", 100)
 
     def is_preempted() -> bool:
         low.output = low.scheduler.schedule()
@@ -251,15 +268,12 @@ def test_what_no_longer_fits_after_the_ceiling_was_lowered_is_ended_and_holds_no
             low.sample(large)
         return large.status == RequestStatus.PREEMPTED
 
-    until(is_preempted, "the large one gives its memory back")
-    began = time.monotonic()
-    low.scheduler._starvation._now = lambda: time.monotonic() * 20
-    while not (answers := low.answer()):
-        assert time.monotonic() - began < 10
-    [output] = answers[3].outputs
-    assert (output.request_id, output.finish_reason) == ("large", FinishReason.ERROR)
-    assert large.is_finished()
-    low.until_runs(small)
+    until(is_preempted, "it gives its memory back")
+    low.scheduler._starvation._now = lambda: time.monotonic() * 100
+    until(lambda: not low.answer() and low.scheduler._starvation.is_long, "a long wait")
+    assert not low.answer()
+    low.ledger.set_limits(NAME, ceiling_bytes=8 * EXTENT)
+    low.until_runs(large)
 
 
 def test_the_reason_of_a_refusal_reaches_the_user_where_vllm_passes_it_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,18 +168,21 @@ class Plugin:
         if self._engine is not None and self._engine.spaces:
             self._engine.tick(scheduler, running_batch, last_batch)
             if self._engine.starves and scheduler.waiting_queue:
-                self._end_what_cannot_go_on(scheduler, scheduler.waiting_queue[0])
+                self._refuse_first(scheduler, scheduler.waiting_queue[0])
             if not running_batch.reqs:
                 # 0.5.20 and 0.5.21 clear this flag only where a request leaves a batch, later ones here too: a prompt
                 # that once waited for memory with nothing running would wait for ever.
                 running_batch.batch_is_full = False
 
-    def _end_what_cannot_go_on(self, scheduler: Any, first: Any) -> None:
-        """The first request has found no room for long: end it if the ceiling, lowered since, no longer leaves any."""
+    def _refuse_first(self, scheduler: Any, first: Any) -> None:
+        """The first request has found no room for long: refuse it if the ceiling, lowered since, leaves none.
+
+        One that has begun to answer is not ended; it goes on when the ceiling is raised.
+        """
         assert self._engine is not None
-        reason = self._engine.beyond_ceiling(len(first.origin_input_ids) + len(first.output_ids))
+        reason = self._engine.beyond_ceiling(len(first.origin_input_ids)) if not first.output_ids else None
         if reason is not None:
-            log.error("Request %s is ended: %s", first.rid, reason)
+            log.error("Request %s is refused: %s", first.rid, reason)
             finish = {"type": "abort", "status_code": HTTPStatus.SERVICE_UNAVAILABLE, "message": reason}
             scheduler.abort_request(AbortReq(rid=first.rid, finished_reason=finish))
 

@@ -122,7 +122,8 @@ class Ticker:
         self._agreed_step = 0
         self._allowance = Allowance(0, 0, NO_LIMIT, must=False)
         self._demand = IDLE
-        self._stalled = False
+        self._stalled = False  # short of what is kept ahead, and nothing could be ordered
+        self._stuck = False  # the same of the next step
         self._short_at_ms = 0
         self._debt_bytes = 0
         self._report: Report | None = None
@@ -193,6 +194,9 @@ class Ticker:
             return True
         if self._agreement.alone and self._hands.has_news:
             return True
+        # Once for each kind of shortage: what was tried in vain is not tried at every tick.
+        if not self._stuck and self._is_short(Space.step_tokens):
+            return True
         return not self._stalled and self._is_short(Space.ahead_tokens)
 
     def _is_short(self, needs: Callable[[Space, Demand], int]) -> bool:
@@ -241,7 +245,9 @@ class Ticker:
                 self._grower.order(space, max(ahead, space.free_tokens + larger), self.growable_bytes, self._agreed)
         if self._is_short(Space.ahead_tokens):
             self._short_at_ms = self._agreed.now_ms
-        self._stalled = not self._grower.under_way
+        in_vain = not self._grower.under_way
+        self._stalled = in_vain and self._is_short(Space.ahead_tokens)
+        self._stuck = in_vain and self._is_short(Space.step_tokens)
 
     def _await_step(self) -> None:
         """If the next step would be short, wait for what is on its way, and for neighbours where requests would

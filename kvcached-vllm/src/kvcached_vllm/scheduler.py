@@ -207,23 +207,22 @@ class ElasticScheduling:
             attainable = self._blocks.num_attainable_blocks
             self._starvation.goes_on(needed_blocks=needed, free_blocks=free, attainable_blocks=attainable)
             if self._starvation.is_long:
-                self._end_what_cannot_go_on()
+                self._refuse_first_requests()
         else:
             self._starvation.ended()
         return needed
 
-    def _end_what_cannot_go_on(self) -> None:
-        """Nothing has run for long: end first requests that the ceiling, lowered since, no longer leaves room for."""
-        longest = self._longest_request()
+    def _refuse_first_requests(self) -> None:
+        """Nothing has run for long: refuse first requests that the ceiling, lowered since, leaves no room for.
+
+        One that has begun is not ended; it goes on when the ceiling is raised.
+        """
         for request in self._demand.first_requests():
-            if request.num_tokens >= longest:
-                reason = (
-                    f"It has come to {request.num_tokens} tokens, and the ceiling of this engine's KV cache now allows "
-                    f"{longest}. Raise the ceiling (kvcached limit)."
-                )
-                log.error("Request %s is ended. %s", request.request_id, reason)
+            refusal = self._refusal(request) if not request.num_preemptions else None
+            if refusal is not None:
+                log.error("Request %s is refused. %s", request.request_id, refusal)
                 self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
-                self._refused.append((request, reason))
+                self._refused.append((request, refusal))
 
     def _size_watermark(self) -> None:
         """vLLM computed its watermark from all virtual blocks; it means a share of those that can be had."""

@@ -1,0 +1,107 @@
+"""What a model and its flags change of the pool: two id spaces, pages of several tokens. Real engines, tokens equal.
+
+Sliding-window attention frees pages while a prompt is still prefilled, so that both spaces run short apart from each
+other; pages of several tokens are allocated by SGLang's other allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvcached_core.ledger import Ledger
+
+from tests.models.families import make_model
+from tests.sglang.engine import MIB, Engine, prompts, until
+from tests.sglang.test_engine import BUDGET, Pair, settings
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what of it fits.
+
+    Attributes:
+        family: Of ``tests.models.families``.
+        layers: How many.
+        low_ceiling: Under which sixteen requests of 260 tokens do not fit together, and one of 1400 does.
+        flags: Of the engine.
+    """
+
+    family: str
+    layers: int
+    low_ceiling: int
+    flags: dict[str, Any]
+
+
+CASES = [
+    pytest.param(Case("swa", 6, 24 * MIB, {}), id="sliding-window"),
+    pytest.param(Case("gqa", 4, 9 * MIB, {"page_size": 16}), id="pages-of-16"),
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture
+def engines(pair: Pair) -> Iterator[Pair]:
+    """Without a limit again after each test, however it ends."""
+    yield pair
+    pair.limit(BUDGET)
+
+
+@pytest.fixture(scope="module")
+def pair(case: Case, tmp_path_factory: pytest.TempPathFactory, module_runtime_dir: Path) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("engines")
+    make_model(case.family, folder / "model", num_layers=case.layers)
+    elastic = Engine(folder / "model", folder / "elastic.log", settings(module_runtime_dir), **case.flags)
+    native = None
+    try:
+        elastic.wait_ready()
+        capacity = elastic.do("capacity")
+        native = Engine(
+            folder / "model", folder / "native.log", None, max_total_tokens=capacity, sleep_on_idle=True, **case.flags
+        ).wait_ready()
+        ledger = Ledger.open("host", None, runtime_dir=module_runtime_dir)
+        yield Pair(native, elastic, ledger)
+        elastic.stop()
+        until(lambda: ledger.snapshot().members == (), "the ledger empty after the engine ended")
+        ledger.close()
+    finally:
+        elastic.kill()
+        if native is not None:
+            native.kill()
+
+
+def test_tokens_are_equal(engines: Pair):
+    engines.check_equal(prompts(6, 60, seed=1) + prompts(2, 900, seed=2), 32)
+    engines.reset()
+
+
+def test_one_long_prompt_four_times(engines: Pair):
+    """V9: the first time computed, then from the prefix cache."""
+    results = [engines.check_equal(prompts(1, 1400, seed=3), 24)[0] for _ in range(4)]
+    assert len({tuple(each.tokens) for each in results}) == 1
+    assert all(each.cached >= 1300 for each in results[1:])
+    engines.reset()
+
+
+def test_more_than_a_low_ceiling_holds(engines: Pair, case: Case):
+    engines.limit(case.low_ceiling)
+    engines.check_equal(prompts(16, 100, seed=4) + prompts(2, 1400, seed=5), 160)
+    assert engines.resident_bytes <= case.low_ceiling
+    engines.reset()
+
+
+def test_abort_storms(engines: Pair, case: Case):
+    engines.limit(case.low_ceiling)
+    requests = prompts(24, 200, seed=6)
+    expected = engines.native.generate(requests[::2], 40)
+    for delay in (0.0, 0.5):
+        outputs = engines.elastic.do("storm", prompts=requests, max_tokens=40, abort_after_seconds=delay)
+        assert [output["tokens"] for output in outputs[::2]] == [result.tokens for result in expected]
+    engines.reset()

@@ -137,6 +137,32 @@ def _linear(num_layers: int) -> dict[str, Any]:
     }
 
 
+def _window(num_layers: int) -> dict[str, Any]:
+    """A model whose sliding-window layers get a pool of their own from SGLang, which Gemma 3's do not."""
+    return {
+        "architectures": ["MellumForCausalLM"],
+        "model_type": "mellum",
+        "num_hidden_layers": num_layers,
+        "layer_types": ["sliding_attention" if layer % 3 else "full_attention" for layer in range(1, num_layers + 1)],
+        "mlp_layer_types": ["dense"] * num_layers,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "sliding_window": 256,
+        "num_experts": 4,  # none is used
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    }
+
+
 def _llama_8b(num_layers: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -157,17 +183,24 @@ FAMILIES = {
     "swa": Family("Gemma-3-270M", 18, _swa),
     "linear": Family("Qwen3.5-0.8B", 24, _linear),
 }
+WINDOW_POOL = Family("Mellum, dense", 6, _window)
+"""Beside the matrix: for SGLang on a CPU."""
+
 SPEED_SHAPE = Family("Llama-3.1-8B", 32, _llama_8b)
 
 
 def make_model(family: str, directory: Path, *, num_layers: int | None = None) -> None:
-    """Write a complete model: configuration, tokenizer and seeded bfloat16 weights. Nothing if it is there already."""
+    """Write a complete model: configuration, tokenizer and seeded bfloat16 weights. Nothing if it is there already.
+
+    Args:
+        family: One of ``FAMILIES``, or ``window``.
+    """
     if (directory / "model.safetensors").exists():
         return
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = FAMILIES[family]
+    shape = WINDOW_POOL if family == "window" else FAMILIES[family]
     config = _write_config(shape, directory, num_layers or shape.num_layers)
     torch.manual_seed(0)  # for what a model initialises itself: decay rates, convolutions
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)

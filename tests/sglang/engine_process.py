@@ -21,9 +21,12 @@ def run_rank(settings: list[dict[str, str]], *arguments: Any, **named: Any) -> N
     """A scheduler process: its rank's settings, then SGLang's own function."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    from tests.sglang.windows import read_windows_by_their_own_ids
+
     rank = arguments[3]
     if settings:
         os.environ.update(settings[rank])
+    read_windows_by_their_own_ids()
     run_scheduler_process(*arguments, **named)
 
 

@@ -98,15 +98,20 @@ def kinds(orders: Sequence[Order]) -> str:
 
 @dataclass
 class FakeCache:
-    """A prefix cache that holds the pages it is given, oldest first."""
+    """A prefix cache that holds the pages it is given, oldest first; of one space, if it is told which."""
 
     held: deque = field(default_factory=deque)
+    space: Space | None = None
 
     def evictable(self, space: Space) -> int:
+        if self.space not in (None, space):
+            return 0
         return sum(len(pages) for pages in self.held) * space.tokens_per_block
 
     def evict(self, space: Space, num_tokens: int) -> int:
         evicted = 0
+        if self.space not in (None, space):
+            return 0
         while self.held and evicted < num_tokens:
             pages = self.held.popleft()
             space.free_list.free_pages = space.free_list.free_pages.new_tensor(

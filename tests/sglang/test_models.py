@@ -37,7 +37,7 @@ class Case:
 
 
 CASES = [
-    pytest.param(Case("swa", 6, 24 * MIB, {}), id="sliding-window"),
+    pytest.param(Case("window", 6, 8 * MIB, {}), id="window-pool"),
     pytest.param(Case("gqa", 4, 9 * MIB, {"page_size": 16}), id="pages-of-16"),
 ]
 

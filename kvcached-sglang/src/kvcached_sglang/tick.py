@@ -87,7 +87,7 @@ class Ticker:
         cache: The prefix cache.
         policy: What of it is kept.
         extent_bytes: What the rank counts an extent as, in reports.
-        chunk_tokens: What of a prompt is prefilled in one step.
+        chunk_tokens: What one step allocates of a prompt at most.
         attainable_bytes: What the rank's device leaves for its KV cache were it alone, whatever its ceiling.
         now: A monotonic clock, the same for all processes of a host.
     """
@@ -236,7 +236,10 @@ class Ticker:
 
     def _grow(self) -> None:
         """Order what is short: first what the next step needs, then, while it computes, what is kept ahead."""
-        for space in self._spaces:
+        lacking = [space for space in self._spaces if len(self._spaces) > 1 and self._lacking_tokens(space) > 0]
+        for space in lacking:
+            self._grower.order(space, space.needed_tokens(self._demand), self.growable_bytes, self._agreed)
+        for space in self._spaces if not lacking else ():  # another would take what the one lacks
             step, ahead = space.step_tokens(self._demand), space.ahead_tokens(self._demand)
             if space.free_tokens < step:
                 self._grower.order(space, step, self.growable_bytes, self._agreed)
@@ -245,9 +248,31 @@ class Ticker:
                 self._grower.order(space, max(ahead, space.free_tokens + larger), self.growable_bytes, self._agreed)
         if self._is_short(Space.ahead_tokens):
             self._short_at_ms = self._agreed.now_ms
-        in_vain = not self._grower.under_way
+        self._rebalance()
+        in_vain = not self._grower.under_way and not self._trimmer.makes_room
         self._stalled = in_vain and self._is_short(Space.ahead_tokens)
         self._stuck = in_vain and self._is_short(Space.step_tokens)
+
+    def _rebalance(self) -> None:
+        """Where one space lacks pages that the ledger does not grant, take them from another that can spare them.
+
+        All are under one ceiling, and which of them needs how much of it changes with the requests.
+        """
+        if len(self._spaces) == 1:
+            return
+        for space in self._spaces:
+            lacking = self._lacking_tokens(space)
+            if lacking <= 0 or space.growth is not None:
+                continue
+            num_bytes = -(-lacking // space.extent_tokens) * space.worst_extent_bytes - self.growable_bytes
+            num_bytes -= sum(each.retiring_bytes for each in self._spaces)
+            for other in self._spaces:
+                if other is not space:
+                    num_bytes -= self._trimmer.make_room(other, num_bytes, self._demand, self._step)
+
+    def _lacking_tokens(self, space: Space) -> int:
+        """What a space has too little of for what it needs, with all that is cached."""
+        return space.needed_tokens(self._demand) - space.free_tokens - self._cache.evictable(space)
 
     def _await_step(self) -> None:
         """If the next step would be short, wait for what is on its way, and for neighbours where requests would
@@ -273,6 +298,8 @@ class Ticker:
     def _may_still_grow(self) -> bool:
         held = sum(space.held_bytes for space in self._spaces)
         smallest = min(space.extent_bytes for space in self._spaces)
+        if self._trimmer.makes_room:
+            return True
         return held + smallest <= self._agreed.ceiling_bytes and any(space.extents.num_absent for space in self._spaces)
 
     def _cache_covers(self, num_tokens: int) -> bool:
@@ -330,7 +357,7 @@ class Ticker:
         What it may generate could exceed a ceiling that was set after SGLang clipped it to the virtual capacity; it
         would wait for ever. This lets in that request only.
         """
-        prompt = space.prompt_tokens(self._demand.head_prompt, self._demand.chunk)
+        prompt = space.prompt_tokens(self._demand.head_prompt, self._demand.head_chunk)
         attainable = space.free_tokens + self._cache.evictable(space)
         if attainable < prompt:
             return 0
@@ -351,7 +378,7 @@ class Ticker:
             return
         space = min(self._spaces, key=lambda each: each.free_tokens - each.step_tokens(demand))
         self._starvation.goes_on(
-            needed_tokens=space.prompt_tokens(demand.head_prompt or demand.prefill, demand.chunk),
+            needed_tokens=space.prompt_tokens(demand.head_prompt or demand.prefill, demand.head_chunk or demand.chunk),
             free_tokens=space.free_tokens,
             cached_tokens=self._cache.evictable(space),
             growable_bytes=self.growable_bytes,

@@ -97,6 +97,26 @@ class Trimmer:
             self._surplus_paused_until_ms = agreed.now_ms + (0 if given else SURPLUS_PAUSE_MS)
         return max(0, owed)
 
+    @property
+    def makes_room(self) -> bool:
+        """Whether extents of one space are leaving for another's sake."""
+        return any(departure.makes_room for space in self._spaces for departure in space.departures)
+
+    def make_room(self, space: Space, num_bytes: int, demand: Demand, step: int) -> int:
+        """Give back so much of a space, free and cached, that another space of this engine needs.
+
+        Returns:
+            Bytes that leave; less if this one needs more of what it has.
+        """
+        num_extents = min(-(-num_bytes // space.extent_bytes), MAX_EXTENTS_PER_ORDER)
+        if num_extents <= 0:
+            return 0
+        space.free_list.concentrate()
+        keep = space.needed_tokens(demand)
+        leaving = self._evict_for(space, num_extents, self._idle(space, keep_tokens=keep), keep)[:num_extents]
+        self._retire(space, leaving, step, makes_room=True)
+        return len(leaving) * space.extent_bytes
+
     def give_all(self, space: Space, step: int) -> None:
         """Give back every extent but the pinned one; every page is free."""
         self._retire(space, self._idle(space, keep_tokens=0), step)
@@ -203,12 +223,12 @@ class Trimmer:
         ]
         return idle[:most]
 
-    def _retire(self, space: Space, extent_ids: list[int], step: int) -> None:
+    def _retire(self, space: Space, extent_ids: list[int], step: int, *, makes_room: bool = False) -> None:
         if not extent_ids:
             return
         space.free_list.remove(extent_ids)
         space.leave(extent_ids)
-        departure = Departure(self._next_seq(), extent_ids)
+        departure = Departure(self._next_seq(), extent_ids, makes_room)
         space.departures.append(departure)
         self.retired_extents += len(extent_ids)
         self._give(Retire(departure.seq, space.orders(extent_ids), after_step=step))

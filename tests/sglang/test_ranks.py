@@ -106,5 +106,6 @@ def test_abort_storms_leave_the_ranks_together(engines: Pair):
     for delay in (0.0, 0.3):
         outputs = engines.elastic.do("storm", prompts=requests, max_tokens=40, abort_after_seconds=delay)
         assert [output["tokens"] for output in outputs[::2]] == [result.tokens for result in expected]
-    assert engines.resident_bytes[0] == engines.resident_bytes[1]
+    # Each rank's thread carries its orders out when it gets a processor.
+    until(lambda: len(set(engines.resident_bytes)) == 1, "the same resident on both ranks")
     engines.reset()

@@ -108,6 +108,18 @@ def test_a_backend_that_cannot_be_made_leaves_nothing(driver: FakeDriver, result
         assert driver.holdings() == before, calls[position]
 
 
+def test_a_device_too_full_for_a_context_is_not_told_of_with_the_figures_of_another(driver: FakeDriver) -> None:
+    """The driver is asked about a thread's current device, and here that is the other one."""
+    driver.set_device(0)
+    driver.inject(None)
+    CudaBackend(1, driver=driver).close()
+    driver.inject(driver.calls.index("cuDevicePrimaryCtxRetain"))
+    with pytest.raises(DeviceMemoryError, match=str(driver.gpus[1].uuid)) as error:
+        CudaBackend(1, driver=driver)
+    assert "How much is free there is not known" in str(error.value)
+    assert "MiB" not in str(error.value)
+
+
 @pytest.mark.parametrize("ordinal", [2, -1])
 def test_a_device_that_is_not_there_is_refused_with_the_count(driver: FakeDriver, ordinal: int) -> None:
     with pytest.raises(UnsupportedError, match=rf"no device {ordinal}: this process has 2, counted from 0"):

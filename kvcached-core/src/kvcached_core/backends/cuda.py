@@ -48,7 +48,7 @@ class CudaBackend:
         self._device = _device_of(module, ordinal)
         self.device_id = _uuid_of(module, self._device)
         self._ordinal = ordinal
-        self._driver = Driver(module, self.device_id)
+        self._driver = Driver(module, self.device_id, self._device)
         self._call = self._driver.call
         self._require_virtual_memory()
         self._properties = _page_properties(module, ordinal)

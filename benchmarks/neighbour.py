@@ -22,8 +22,9 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+from kvcached_core.account import Account
 from kvcached_core.backends import Backend, load_backend
-from kvcached_core.ledger import Account, Ledger
+from kvcached_core.ledger import Ledger
 
 from benchmarks.serving import ROOT, TOKEN_BYTES, Side, runtime_dir, setup, start, wait_ready, write
 from tests.e2e.ballast import ballast

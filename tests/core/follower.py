@@ -12,7 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from kvcached_core.ledger import Account, Ledger
+from kvcached_core.account import Account
+from kvcached_core.ledger import Ledger
 
 MIB = 1 << 20
 GIB = 1 << 30

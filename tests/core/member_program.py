@@ -12,10 +12,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from kvcached_core.account import Account
 from kvcached_core.arena import Arena
 from kvcached_core.backends.host import HostBackend
 from kvcached_core.errors import LedgerError
-from kvcached_core.ledger import Account, Ledger, LedgerStatistics
+from kvcached_core.ledger import Ledger
+from kvcached_core.ledger_statistics import LedgerStatistics
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvcached_core.account import Account
 from kvcached_core.backends.base import DeviceMemory
 from kvcached_core.backends.cuda import CudaBackend
 from kvcached_core.backends.host import HostBackend
 from kvcached_core.capacity import Capacity, current_device_capacity, device_capacity, driver_free, pool_capacity
 from kvcached_core.errors import LedgerError, UnsupportedError
-from kvcached_core.ledger import Account, Ledger
+from kvcached_core.ledger import Ledger
 
 from .fake_driver import MIB, FakeDriver, Gpu
 from .recorded_nvml import NVMLError_LibraryNotFound, Recorded, RecordedNvml

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from kvcached_core.cli import limit
-from kvcached_core.ledger import Ledger, MemberStatistics
+from kvcached_core.ledger import Ledger
+from kvcached_core.ledger_statistics import MemberStatistics
 
 from tests.core.command import kvcached, kvcached_here, surroundings
 from tests.core.follower import GIB, MIB, Follower

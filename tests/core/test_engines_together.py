@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from kvcached_core.account import Account
 from kvcached_core.agent import Agent, Policy
 from kvcached_core.arena import Arena
 from kvcached_core.backends.host import HostBackend
 from kvcached_core.geometry import Geometry, Stripe
-from kvcached_core.ledger import Account, Ledger, MemberStatistics
+from kvcached_core.ledger import Ledger
+from kvcached_core.ledger_statistics import MemberStatistics
 from kvcached_core.orders import LocalLink
 from kvcached_core.rank import Rank
 

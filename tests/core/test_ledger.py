@@ -11,9 +11,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from kvcached_core.account import Account
 from kvcached_core.errors import ConfigError, InvariantError, LedgerError
-from kvcached_core.ledger import Account, Ledger, MemberStatistics
+from kvcached_core.ledger import Ledger
 from kvcached_core.ledger_file import ledger_path
+from kvcached_core.ledger_statistics import MemberStatistics
 
 from tests.core.stepped import World
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kvcached_core.account import Account
 from kvcached_core.errors import LedgerError
-from kvcached_core.ledger import Account
 
 from tests.core.stepped import Actor, World
 

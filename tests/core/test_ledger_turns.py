@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from kvcached_core.account import Account
 from kvcached_core.errors import LedgerError
-from kvcached_core.ledger import Account
 from kvcached_core.ledger_file import STEAL_AFTER_SECONDS
 
 from tests.core.stepped import Actor, World

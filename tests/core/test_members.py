@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvcached_core.account import Account
 from kvcached_core.errors import ConfigError, LedgerError
-from kvcached_core.ledger import Account, Ledger
+from kvcached_core.ledger import Ledger
 from kvcached_core.ledger_file import STEAL_AFTER_SECONDS
 
 from tests.core.member_program import MemberProcess, broken_identities, live, serve, watch

@@ -15,11 +15,12 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvcached_core.account import Account
 from kvcached_core.arena import Arena
 from kvcached_core.backends.host import HostBackend
 from kvcached_core.errors import DeviceMemoryError, DriverError, InvariantError, LedgerError
 from kvcached_core.geometry import Geometry, Stripe
-from kvcached_core.ledger import Account, Ledger
+from kvcached_core.ledger import Ledger
 from kvcached_core.orders import (
     ALIVE_SECONDS,
     Ack,

@@ -9,7 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kvcached_core.ledger import Ledger, LedgerStatistics, MemberStatistics
+from kvcached_core.ledger import Ledger
+from kvcached_core.ledger_statistics import LedgerStatistics, MemberStatistics
 
 from tests.e2e.server import Server
 

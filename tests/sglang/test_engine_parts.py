@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kvcached_core.account import Account
 from kvcached_core.config import Settings
-from kvcached_core.ledger import Account, Ledger
+from kvcached_core.ledger import Ledger
 from kvcached_sglang.engine import Engine
 from kvcached_sglang.member import Member
 from kvcached_sglang.refusals import refused_pools

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcached_core.ledger import Ledger, MemberStatistics
+from kvcached_core.ledger import Ledger
+from kvcached_core.ledger_statistics import MemberStatistics
 
 from tests.models.text import VOCABULARY_SIZE
 

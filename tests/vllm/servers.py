@@ -9,7 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvcached_core.ledger import Ledger, MemberStatistics
+from kvcached_core.ledger import Ledger
+from kvcached_core.ledger_statistics import MemberStatistics
 
 from tests.e2e.client import MODEL, Client
 from tests.e2e.server import Server, free_port

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kvcached_core.ledger import Ledger, MemberStatistics
+from kvcached_core.ledger import Ledger
+from kvcached_core.ledger_statistics import MemberStatistics
 
 from tests.vllm import watched_backend
 from tests.vllm.engine import MIB, Engine, EngineDied, prompts, together, until

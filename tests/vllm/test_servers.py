@@ -25,7 +25,9 @@ from tests.vllm.engine import MIB, prompts, until
 from tests.vllm.servers import BUDGET, EXTENT, Host, Serving
 
 CACHE_CEILING = 8 * MIB
-OUR_ERROR = re.compile(r"(ERROR|CRITICAL) .*\[(agent|rank|orders|ledger|ledger_file|member|queue|starvation)\.py:")
+OUR_ERROR = re.compile(
+    r"(ERROR|CRITICAL) .*\[(account|agent|rank|orders|ledger|ledger_file|member|queue|starvation)\.py:"
+)
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from kvcached_core.account import Account
 from kvcached_core.backends.base import DeviceMemory
 from kvcached_core.errors import LedgerError
-from kvcached_core.ledger import Account, MemberStatistics
+from kvcached_core.ledger_statistics import MemberStatistics
 from kvcached_vllm import static, worker_cuda
 from kvcached_vllm.worker_cuda import ElasticCudaWorker
 from vllm.device_allocator import AllocationData, cumem

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcached_core.account import Account
 from kvcached_core.backends.base import Backend, DeviceMemory
 from kvcached_core.backends.cuda import current_device_id
 from kvcached_core.devices import inventory
 from kvcached_core.errors import InvariantError, UnsupportedError
-from kvcached_core.ledger import Account, Ledger
+from kvcached_core.ledger import Ledger
 
 
 @dataclass(frozen=True)

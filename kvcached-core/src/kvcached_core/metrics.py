@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING
 
 from kvcached_core.config import Settings
 from kvcached_core.errors import LedgerError
-from kvcached_core.ledger import Ledger, LedgerStatistics, MemberStatistics
+from kvcached_core.ledger import Ledger
+from kvcached_core.ledger_statistics import LedgerStatistics, MemberStatistics
 
 if TYPE_CHECKING:
     from prometheus_client import Gauge

@@ -39,10 +39,10 @@ from kvcached_core.sizes import format_bytes
 from kvcached_core.wake import wake
 
 if TYPE_CHECKING:
+    from kvcached_core.account import Account
     from kvcached_core.arena import Arena
     from kvcached_core.backends.base import Backend, Fence
     from kvcached_core.geometry import Geometry
-    from kvcached_core.ledger import Account
 
 log = logging.getLogger(__name__)
 

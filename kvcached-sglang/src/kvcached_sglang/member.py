@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvcached_core.account import Account
 from kvcached_core.backends.base import Backend, load_backend
 from kvcached_core.config import Settings
-from kvcached_core.ledger import Account, Ledger
+from kvcached_core.ledger import Ledger
 from kvcached_core.rank import Rank
 from kvcached_core.sizes import Size
 

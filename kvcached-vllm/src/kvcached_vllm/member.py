@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvcached_core import logs, orders
+from kvcached_core.account import Account
 from kvcached_core.arena import Arena
 from kvcached_core.backends import Backend, load_backend
 from kvcached_core.config import Settings
 from kvcached_core.errors import ConfigError
-from kvcached_core.ledger import Account, Ledger
+from kvcached_core.ledger import Ledger
 from kvcached_core.rank import Rank
 from kvcached_core.sizes import format_bytes, parse_size
 

@@ -21,7 +21,7 @@ from kvcached_core.cli.status import headline, short_id
 from kvcached_core.cli.top import COLUMNS, DeviceFrame, Frame, Sampler, bar, justification, rows
 from kvcached_core.cli.units import Unit
 from kvcached_core.errors import ConfigError, KvcachedError, LedgerError
-from kvcached_core.ledger import LedgerStatistics
+from kvcached_core.ledger_statistics import LedgerStatistics
 from kvcached_core.sizes import Size
 
 HISTORY_FRAMES = 30

@@ -36,7 +36,7 @@ from kvcached_core.devices import (
 )
 from kvcached_core.errors import ConfigError, UnsupportedError
 from kvcached_core.installation import ENGINES, PLUGIN_NAME, VLLM, Engine, upstream_package
-from kvcached_core.ledger import LedgerStatistics
+from kvcached_core.ledger_statistics import LedgerStatistics
 from kvcached_core.sizes import format_bytes
 
 SPARE_BYTES = 1 << 20

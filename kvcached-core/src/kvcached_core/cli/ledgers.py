@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvcached_core.errors import LedgerError
-from kvcached_core.ledger import Ledger, LedgerStatistics, MemberStatistics
+from kvcached_core.ledger import Ledger
+from kvcached_core.ledger_statistics import LedgerStatistics, MemberStatistics
 
 
 @dataclass(frozen=True)

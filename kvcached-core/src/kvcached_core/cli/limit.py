@@ -17,7 +17,8 @@ from kvcached_core.cli.status import short_id
 from kvcached_core.cli.units import Unit
 from kvcached_core.config import Settings
 from kvcached_core.errors import ConfigError, LedgerError
-from kvcached_core.ledger import Ledger, MemberStatistics
+from kvcached_core.ledger import Ledger
+from kvcached_core.ledger_statistics import MemberStatistics
 from kvcached_core.sizes import Size, parse_size
 
 POLL_SECONDS = 0.02

@@ -17,7 +17,7 @@ from kvcached_core.cli.output import Device, ExitCode, Json, answer
 from kvcached_core.cli.units import Unit
 from kvcached_core.config import Settings
 from kvcached_core.devices import inventory
-from kvcached_core.ledger import LedgerStatistics, MemberStatistics
+from kvcached_core.ledger_statistics import LedgerStatistics, MemberStatistics
 
 HOST = "host"
 STATE_STYLES = {"serving": "green", "stopped": "bold red", "waiting": "yellow", "loading": "yellow"}

@@ -19,7 +19,7 @@ from kvcached_core.cli.output import Device, ExitCode, Json, answer, fail
 from kvcached_core.cli.status import headline, labelled, names_of, state_text, unreadable_line
 from kvcached_core.cli.units import MIB, Unit
 from kvcached_core.config import Settings
-from kvcached_core.ledger import LedgerStatistics, MemberStatistics
+from kvcached_core.ledger_statistics import LedgerStatistics, MemberStatistics
 
 BAR_CELLS = 60
 COLUMNS = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from tests.e2e.engines import SGLANG, VLLM, Engine
-from tests.models.families import FAMILIES
+from tests.models.families import MATRIX_FAMILIES
 
 # A case's KV cache has the same size whoever else is on the device, so that natives can run side by side: an engine
 # that sizes it from the memory free at its start would fail, or differ, when a neighbour starts in the same seconds.
@@ -71,7 +71,7 @@ def select(cases: Sequence[Case], patterns: Iterable[str]) -> list[Case]:
 
 
 def _vllm_cases() -> Iterator[Case]:
-    for family, layout, parallel in itertools.product(FAMILIES, VLLM_LAYOUTS, (1, 2)):
+    for family, layout, parallel in itertools.product(MATRIX_FAMILIES, VLLM_LAYOUTS, (1, 2)):
         yield _vllm(family, layout, parallel)
     for layout in VLLM_LAYOUTS:
         yield _vllm("gqa", layout, 1, "fp8", "--kv-cache-dtype", "fp8")
@@ -96,7 +96,7 @@ def _vllm(family: str, layout: str, parallel: int, variant: str = "", *flags: st
 
 
 def _sglang_cases() -> Iterator[Case]:
-    for family, parallel in itertools.product(FAMILIES, (1, 2)):
+    for family, parallel in itertools.product(MATRIX_FAMILIES, (1, 2)):
         yield _sglang(family, parallel)
     yield _sglang("gqa", 1, "page64", "--page-size", "64")
     yield _sglang("gqa", 1, "fp8", "--kv-cache-dtype", "fp8_e4m3")

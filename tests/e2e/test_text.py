@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e import phases
-from tests.models.families import FAMILIES, make_model
+from tests.models.families import MATRIX_FAMILIES, make_model
 from tests.models.text import WORDS, document
 
 
@@ -33,7 +33,7 @@ def test_filling_prompts_share_no_prefix() -> None:
     assert all(one[:20] != other[:20] for one, other in itertools.combinations(texts, 2))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MATRIX_FAMILIES)
 def test_a_model_made_twice_has_the_same_weights(family: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")

@@ -177,30 +177,26 @@ def _llama_8b(num_layers: int) -> dict[str, Any]:
     }
 
 
-FAMILIES = {
+MATRIX_FAMILIES = {
     "gqa": Family("Qwen2.5-0.5B", 24, _gqa),
     "mla": Family("DeepSeek-V2-Lite", 27, _mla),
     "swa": Family("Gemma-3-270M", 18, _swa),
     "linear": Family("Qwen3.5-0.8B", 24, _linear),
 }
-WINDOW_POOL = Family("Mellum, dense", 6, _window)
-"""Beside the matrix: for SGLang on a CPU."""
+FAMILIES = MATRIX_FAMILIES | {"window": Family("Mellum, dense", 6, _window)}
+"""With those that only tests on a CPU need."""
 
 SPEED_SHAPE = Family("Llama-3.1-8B", 32, _llama_8b)
 
 
 def make_model(family: str, directory: Path, *, num_layers: int | None = None) -> None:
-    """Write a complete model: configuration, tokenizer and seeded bfloat16 weights. Nothing if it is there already.
-
-    Args:
-        family: One of ``FAMILIES``, or ``window``.
-    """
+    """Write a complete model: configuration, tokenizer and seeded bfloat16 weights. Nothing if it is there already."""
     if (directory / "model.safetensors").exists():
         return
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = WINDOW_POOL if family == "window" else FAMILIES[family]
+    shape = FAMILIES[family]
     config = _write_config(shape, directory, num_layers or shape.num_layers)
     torch.manual_seed(0)  # for what a model initialises itself: decay rates, convolutions
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)

@@ -8,8 +8,14 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.sglang.pair import Pair
+
+pytest.register_assert_rewrite("tests.sglang.pair")
 
 STUBS = Path(__file__).parent / "stubs"
 sys.path.append(str(STUBS))
@@ -37,3 +43,10 @@ def module_runtime_dir() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="kvcached-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def engines(pair: Pair) -> Iterator[Pair]:
+    """A module's pair of engines; without a limit again after each test, however it ends."""
+    yield pair
+    pair.unlimit()

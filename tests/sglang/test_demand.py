@@ -33,7 +33,6 @@ def scheduler(waiting: list[Any] | None = None, **changed: Any) -> Any:
         "max_running_requests": 8,
         "chunked_prefill_size": 512,
         "max_prefill_tokens": 4096,
-        "max_total_num_tokens": 20000,
         "waiting_queue": waiting or [],
         "chunked_req": None,
     }

@@ -9,86 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kvcached_core.ledger import Ledger
 
-from tests.sglang.engine import KIB, MIB, Engine, Result, members, prompts, resident_of_arenas, together, until
-
-NAME = "gqa"
-BUDGET = 64 * MIB
-TOKEN = 4 * KIB
-CAPACITY = int(BUDGET * 0.9) // TOKEN
-EXTENT = 8 * 32 * KIB  # a page of each of four layers' K and V
-
-
-@dataclass
-class Pair:
-    """The stock engine, the elastic one, and the ledger that the latter is in."""
-
-    native: Engine
-    elastic: Engine
-    ledger: Ledger
-
-    def check_equal(self, requests: list[list[int]], max_tokens: int) -> list[Result]:
-        native, elastic = together([self.native, self.elastic], requests, max_tokens)
-        assert all(len(each.tokens) == max_tokens for each in native)
-        assert [each.message for each in elastic if each.message] == []
-        assert [each.tokens for each in elastic] == [each.tokens for each in native]
-        return elastic
-
-    @property
-    def resident_bytes(self) -> int:
-        return members(self.ledger, NAME)[0].resident_bytes
-
-    def limit(self, ceiling_bytes: int) -> None:
-        self.ledger.set_limits(NAME, ceiling_bytes=ceiling_bytes)
-
-    def reset(self) -> None:
-        """No limit, no cached prefix; the elastic engine has followed."""
-        self.limit(BUDGET)
-        for engine in (self.native, self.elastic):
-            assert engine.do("flush_cache")
-        until(lambda: self.resident_bytes <= MIB, "memory back after the cache was flushed")
-
-
-def settings(runtime_dir: Path, name: str = NAME, **more: str) -> dict[str, str]:
-    return {
-        "KVCACHED_STRICT": "1",
-        "KVCACHED_NAME": name,
-        "KVCACHED_HOST_BUDGET": str(BUDGET),
-        "KVCACHED_PAGE_SIZE": str(32 * KIB),
-        "KVCACHED_RUNTIME_DIR": str(runtime_dir),
-        **more,
-    }
-
-
-@pytest.fixture
-def engines(pair: Pair) -> Iterator[Pair]:
-    """Without a limit again after each test, however it ends."""
-    yield pair
-    pair.limit(BUDGET)
+from tests.sglang.engine import KIB, MIB, Engine, Result, members, prompts, resident_of_arenas, until
+from tests.sglang.pair import BUDGET, CAPACITY, EXTENT, NAME, TOKEN, Pair, settings, started
 
 
 @pytest.fixture(scope="module")
 def pair(gqa_model: Path, tmp_path_factory: pytest.TempPathFactory, module_runtime_dir: Path) -> Iterator[Pair]:
-    logs = tmp_path_factory.mktemp("engines")
-    # Asleep between its tests, so that it takes no core from the other one.
-    native = Engine(gqa_model, logs / "native.log", None, max_total_tokens=CAPACITY, sleep_on_idle=True)
-    elastic = Engine(gqa_model, logs / "elastic.log", settings(module_runtime_dir))
-    try:
-        native.wait_ready()
-        elastic.wait_ready()
-        ledger = Ledger.open("host", None, runtime_dir=module_runtime_dir)
-        yield Pair(native, elastic, ledger)
-        elastic.stop()
-        until(lambda: ledger.snapshot().members == (), "the ledger empty after the engine ended")
-        ledger.close()
-    finally:
-        native.kill()
-        elastic.kill()
+    with started(gqa_model, tmp_path_factory.mktemp("engines"), settings(module_runtime_dir)) as parts:
+        yield Pair(*parts)
 
 
 def test_it_says_that_it_is_on(engines: Pair):

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvcached_core.ledger import Ledger
 
 from tests.models.families import make_model
-from tests.sglang.engine import MIB, Engine, prompts, until
-from tests.sglang.test_engine import BUDGET, Pair, settings
+from tests.sglang.engine import MIB, prompts
+from tests.sglang.pair import Pair, settings, started
 
 
 @dataclass(frozen=True)
@@ -47,34 +46,12 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
-@pytest.fixture
-def engines(pair: Pair) -> Iterator[Pair]:
-    """Without a limit again after each test, however it ends."""
-    yield pair
-    pair.limit(BUDGET)
-
-
 @pytest.fixture(scope="module")
 def pair(case: Case, tmp_path_factory: pytest.TempPathFactory, module_runtime_dir: Path) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("engines")
     make_model(case.family, folder / "model", num_layers=case.layers)
-    elastic = Engine(folder / "model", folder / "elastic.log", settings(module_runtime_dir), **case.flags)
-    native = None
-    try:
-        elastic.wait_ready()
-        capacity = elastic.do("capacity")
-        native = Engine(
-            folder / "model", folder / "native.log", None, max_total_tokens=capacity, sleep_on_idle=True, **case.flags
-        ).wait_ready()
-        ledger = Ledger.open("host", None, runtime_dir=module_runtime_dir)
-        yield Pair(native, elastic, ledger)
-        elastic.stop()
-        until(lambda: ledger.snapshot().members == (), "the ledger empty after the engine ended")
-        ledger.close()
-    finally:
-        elastic.kill()
-        if native is not None:
-            native.kill()
+    with started(folder / "model", folder, settings(module_runtime_dir), **case.flags) as parts:
+        yield Pair(*parts)
 
 
 def test_tokens_are_equal(engines: Pair):

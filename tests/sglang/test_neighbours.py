@@ -9,7 +9,7 @@ import pytest
 from kvcached_core.ledger import Ledger
 
 from tests.sglang.engine import MIB, Engine, VllmNeighbour, members, prompts, until
-from tests.sglang.test_engine import BUDGET, settings
+from tests.sglang.pair import BUDGET, settings
 
 VARIABLE = "KVC_TEST_VLLM_PYTHON"
 MAX_TOKENS = 8

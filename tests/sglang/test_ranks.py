@@ -13,6 +13,7 @@ import pytest
 from kvcached_core.ledger import Ledger
 
 from tests.sglang.engine import KIB, MIB, Engine, Result, members, prompts, together, until
+from tests.sglang.pair import started
 
 NAME = "ranks"
 BUDGET = 64 * MIB
@@ -55,21 +56,8 @@ def engines(gqa_model: Path, tmp_path_factory: pytest.TempPathFactory, module_ru
         "KVCACHED_RUNTIME_DIR": str(module_runtime_dir),
     }
     ranks = [{"KVCACHED_CEILING": str(ceiling)} for ceiling in CEILINGS]
-    native = Engine(gqa_model, logs / "native.log", None, sleep_on_idle=True, **FLAGS)
-    try:
-        native.wait_ready()
-        elastic = Engine(gqa_model, logs / "elastic.log", settings, ranks=ranks, **FLAGS)
-        try:
-            elastic.wait_ready()
-            ledger = Ledger.open("host", None, runtime_dir=module_runtime_dir)
-            yield Pair(native, elastic, ledger)
-            elastic.stop()
-            until(lambda: ledger.snapshot().members == (), "the ledger empty after the engine ended")
-            ledger.close()
-        finally:
-            elastic.kill()
-    finally:
-        native.kill()
+    with started(gqa_model, logs, settings, ranks=ranks, **FLAGS) as parts:
+        yield Pair(*parts)
 
 
 def test_both_ranks_are_one_member(engines: Pair):

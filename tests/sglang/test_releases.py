@@ -15,7 +15,7 @@ import pytest
 from kvcached_sglang.releases import TESTED_RELEASES
 
 from tests.sglang.engine import Engine, prompts
-from tests.sglang.test_engine import CAPACITY, settings
+from tests.sglang.pair import CAPACITY, settings
 
 OTHERS = [release for release in TESTED_RELEASES if release != importlib.metadata.version("sglang")]
 

@@ -9,7 +9,7 @@ from kvcached_core.ledger import Ledger
 
 from tests.sglang.engine import MIB, Engine, Result, members, prompts, until
 from tests.sglang.neighbour import Neighbour
-from tests.sglang.test_engine import BUDGET, EXTENT, NAME, TOKEN, settings
+from tests.sglang.pair import BUDGET, EXTENT, NAME, TOKEN, settings
 
 
 def resident_bytes(ledger: Ledger) -> int:

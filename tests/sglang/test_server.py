@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.sglang.engine import FLAGS, QUIET, START_SECONDS, prompts
-from tests.sglang.test_engine import settings
+from tests.sglang.pair import settings
 
 PORT = 31977
 URL = f"http://127.0.0.1:{PORT}"

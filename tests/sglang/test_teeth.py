@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.sglang.engine import KIB, Engine, EngineDied, prompts
-from tests.sglang.test_engine import settings
+from tests.sglang.pair import settings
 
 SKIPPING = """
 from kvcached_core.backends.base import hookimpl

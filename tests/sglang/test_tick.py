@@ -158,9 +158,9 @@ def test_growth_under_way_is_not_counted_twice():
 def test_the_first_request_is_let_in_whatever_it_may_generate():
     """SGLang clipped it to the virtual capacity; the ledger lets this engine have less."""
     scene = Scene(FakeHands(room_bytes=0, ceiling_bytes=EXTENT_BYTES))
-    scene.tick(Demand(prefill=40, chunk=40, head_prompt=40, head_chunk=40, head_total=40 + 1000, waiting=1))
+    scene.tick(Demand(prefill=40, chunk=40, head_prompt=40, head_total=40 + 1000, waiting=1))
     assert scene.space.free_list.available_size() > 1040
-    scene.tick(Demand(prefill=100, chunk=100, head_prompt=100, head_chunk=100, head_total=1100, waiting=1))
+    scene.tick(Demand(prefill=100, chunk=100, head_prompt=100, head_total=1100, waiting=1))
     assert scene.space.free_list.available_size() == FREE_AT_START
 
 
@@ -169,7 +169,7 @@ def test_what_is_cached_makes_room_for_the_first_prompt_before_anything_is_lent(
     scene = Scene(FakeHands(room_bytes=0, ceiling_bytes=EXTENT_BYTES))
     scene.tick()
     fill_cache(scene, 60)
-    scene.tick(Demand(prefill=40, chunk=40, head_prompt=40, head_chunk=40, head_total=40 + 1000, waiting=1))
+    scene.tick(Demand(prefill=40, chunk=40, head_prompt=40, head_total=40 + 1000, waiting=1))
     assert scene.space.free_list.available_size() > 1000
     assert scene.space.free_tokens >= 40
     assert scene.space.free_list.alloc(40) is not None
@@ -181,7 +181,7 @@ def test_what_admission_counts_on_is_never_more_than_the_capacity():
     scene.tick(demand(10, running=1))
     for space in scene.spaces:
         assert space.free_list.available_size() == space.free_list.size == space.num_usable_tokens
-    scene.tick(Demand(prefill=40, chunk=40, head_prompt=40, head_chunk=40, head_total=40 + 5000, waiting=1))
+    scene.tick(Demand(prefill=40, chunk=40, head_prompt=40, head_total=40 + 5000, waiting=1))
     assert all(space.free_list.available_size() <= space.free_list.size for space in scene.spaces)
 
 
@@ -443,14 +443,14 @@ def test_a_request_may_take_what_the_ceiling_leaves():
 def test_one_space_makes_room_for_another_under_one_ceiling():
     """What is cached of full attention kept every extent, and a prompt waited for its window for ever."""
     hands = FakeHands(room_bytes=8 * EXTENT_BYTES, ceiling_bytes=10 * EXTENT_BYTES)
-    scene = Scene(hands, spaces=[make_space(), make_space(name="swa", window_tokens=100)])
+    scene = Scene(hands, spaces=[make_space(), make_space(name="swa", window_tokens=100)], chunk_tokens=50)
     scene.settle(demand(500, running=10), ticks=3)
     full, swa = scene.spaces
     pages = full.free_list.alloc(full.free_tokens).tolist()
     scene.cache.held.extend(pages[i : i + 32] for i in range(0, len(pages), 32))
     scene.cache.space = full
     swa.free_list.alloc(swa.free_tokens)
-    first = Demand(prefill=200, chunk=50, head_prompt=200, head_chunk=50, head_total=300, waiting=1)
+    first = Demand(prefill=200, chunk=50, head_prompt=200, head_total=300, waiting=1)
     scene.settle(first, ticks=60)
     assert swa.free_tokens >= 150
     assert full.free_tokens + scene.cache.evictable(full) >= 200
@@ -477,7 +477,7 @@ def test_under_a_ceiling_the_window_and_a_chunk_come_off_once():
 def test_a_first_prompt_longer_than_the_window_pool_is_let_in():
     """Nothing is left to grow into: four extents more for its 300 tokens, two for a window and a chunk."""
     scene = windowed(FakeHands(room_bytes=6 * EXTENT_BYTES))
-    scene.settle(Demand(prefill=300, chunk=50, waiting=1, head_prompt=300, head_chunk=50, head_total=1500), ticks=3)
+    scene.settle(Demand(prefill=300, chunk=50, waiting=1, head_prompt=300, head_total=1500), ticks=3)
     assert scene.spaces[0].free_list.available_size() > 1500
     assert scene.spaces[1].free_list.available_size() == scene.spaces[1].num_usable_tokens
 
@@ -490,7 +490,7 @@ def test_a_prompt_beyond_what_the_device_has_beside_weights_has_no_room():
 
 
 def starve(scene: Scene, seconds: float) -> None:
-    wanted = Demand(prefill=100, chunk=100, head_prompt=100, head_chunk=100, head_total=200, waiting=1)
+    wanted = Demand(prefill=100, chunk=100, head_prompt=100, head_total=200, waiting=1)
     for _ in range(round(seconds)):
         scene.tick(wanted, after_seconds=1.0)
 

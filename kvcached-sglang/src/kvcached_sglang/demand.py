@@ -38,7 +38,6 @@ class Demand:
         pledged: The rest of a prompt that is being prefilled: it has been admitted, so it must find room.
         ahead: What running requests write, and waiting ones prefill, in the steps after the next.
         head_prompt: Prompt of the request that is admitted first; 0 if that is not known.
-        head_chunk: What of ``head_prompt`` one step allocates.
         head_total: The same with all that it may generate.
         running: Requests decoding.
         waiting: Requests not begun.
@@ -50,7 +49,6 @@ class Demand:
     pledged: int = 0
     ahead: int = 0
     head_prompt: int = 0
-    head_chunk: int = 0
     head_total: int = 0
     running: int = 0
     waiting: int = 0
@@ -135,15 +133,13 @@ class DemandReader:
         later = min(queue.prompts - begun, AHEAD_PREFILLS * self._prefill_limit) if starting else 0
         prefill = pledged + prompts
         first_is_known = bool(waiting) and chunked is None and (len(waiting) == 1 or self._in_order)
-        head_prompt = queue.head_prompt + self.margin_tokens if first_is_known else 0
         return Demand(
             decode=running * (self._page_size + per_step) + rows,
             prefill=prefill,
             chunk=min(prefill, self._prefill_limit + margin) if self._chunked else prefill,
             pledged=pledged,
             ahead=(running * per_step + rows) * AHEAD_STEPS + later,
-            head_prompt=head_prompt,
-            head_chunk=min(head_prompt, self.chunk_tokens),
+            head_prompt=queue.head_prompt + self.margin_tokens if first_is_known else 0,
             head_total=queue.head_total + self.margin_tokens if first_is_known else 0,
             running=running,
             waiting=len(waiting),

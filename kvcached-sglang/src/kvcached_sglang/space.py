@@ -122,11 +122,6 @@ class Space:
         """What has been admitted needs so much of this space: it stays free, whoever wants the memory."""
         return min(demand.decode + self.prompt_tokens(demand.pledged, demand.chunk), self.num_usable_tokens)
 
-    def needed_tokens(self, demand: Demand) -> int:
-        """The same, and where nothing of it is left the first request."""
-        first = 0 if demand.running or demand.pledged else self.prompt_tokens(demand.head_prompt, demand.head_chunk)
-        return min(self.kept_tokens(demand) + first, self.num_usable_tokens)
-
     def prompt_tokens(self, num_tokens: int, chunk: int) -> int:
         """What prompts of so many tokens hold of this space at once while they are prefilled."""
         if self.window_tokens is None:

@@ -158,16 +158,16 @@ class Ticker:
 
         Sliding-window attention keeps a window and a chunk of a prompt, however long it is.
         """
-        ceiling, ceiling_tokens = self._agreed.ceiling_bytes, NO_LIMIT
-        for space in sorted(self._spaces, key=lambda each: each.window_tokens is None):  # that with windows first
-            padding = space.tokens_per_block
-            if space.window_tokens is not None:
-                held = min(space.window_tokens + self._chunk_tokens, space.num_usable_tokens) + padding
-                ceiling -= -(-held // space.extent_tokens) * space.extent_bytes
-            else:
-                left = ceiling // space.extent_bytes * space.extent_tokens - padding
-                ceiling_tokens = min(left, space.num_usable_tokens)
-        return max(0, ceiling_tokens)
+        windows = [space for space in self._spaces if space.window_tokens is not None]
+        [full] = [space for space in self._spaces if space.window_tokens is None]
+        left_bytes = self._agreed.ceiling_bytes - sum(self._window_bytes(space) for space in windows)
+        left_tokens = left_bytes // full.extent_bytes * full.extent_tokens - full.tokens_per_block  # one is padding
+        return max(0, min(left_tokens, full.num_usable_tokens))
+
+    def _window_bytes(self, space: Space) -> int:
+        """Of the extents that one prompt holds at most in a space of windows."""
+        held = space.prompt_tokens(space.num_usable_tokens, self._chunk_tokens) + space.tokens_per_block
+        return -(-held // space.extent_tokens) * space.extent_bytes
 
     @property
     def starves(self) -> bool:
@@ -235,44 +235,60 @@ class Ticker:
     # Growing
 
     def _grow(self) -> None:
-        """Order what is short: first what the next step needs, then, while it computes, what is kept ahead."""
-        lacking = [space for space in self._spaces if len(self._spaces) > 1 and self._lacking_tokens(space) > 0]
-        for space in lacking:
-            self._grower.order(space, space.needed_tokens(self._demand), self.growable_bytes, self._agreed)
-        for space in self._spaces if not lacking else ():  # another would take what the one lacks
-            step, ahead = space.step_tokens(self._demand), space.ahead_tokens(self._demand)
-            if space.free_tokens < step:
-                self._grower.order(space, step, self.growable_bytes, self._agreed)
-            elif space.free_tokens < ahead:
-                larger = space.extents.num_resident // 8 * space.extent_tokens if self._demand.running else 0
-                self._grower.order(space, max(ahead, space.free_tokens + larger), self.growable_bytes, self._agreed)
+        """Order what is short: first what the next step needs, then, while it computes, what is kept ahead.
+
+        What one of several spaces lacks comes before all that: another would take the memory.
+        """
+        lacking = self._lacking()
+        if lacking:
+            self._rebalance(lacking)
+        else:
+            for space in self._spaces:
+                self._grow_space(space)
         if self._is_short(Space.ahead_tokens):
             self._short_at_ms = self._agreed.now_ms
-        self._rebalance()
         in_vain = not self._grower.under_way and not self._trimmer.makes_room
         self._stalled = in_vain and self._is_short(Space.ahead_tokens)
         self._stuck = in_vain and self._is_short(Space.step_tokens)
 
-    def _rebalance(self) -> None:
-        """Where one space lacks pages that the ledger does not grant, take them from another that can spare them.
+    def _grow_space(self, space: Space) -> None:
+        step, ahead = space.step_tokens(self._demand), space.ahead_tokens(self._demand)
+        if space.free_tokens < step:
+            self._grower.order(space, step, self.growable_bytes, self._agreed)
+        elif space.free_tokens < ahead:
+            larger = space.extents.num_resident // 8 * space.extent_tokens if self._demand.running else 0
+            self._grower.order(space, max(ahead, space.free_tokens + larger), self.growable_bytes, self._agreed)
+
+    def _rebalance(self, lacking: Sequence[Space]) -> None:
+        """Let these grow; what the ledger does not grant comes from the others, as far as they can spare it.
 
         All are under one ceiling, and which of them needs how much of it changes with the requests.
         """
-        if len(self._spaces) == 1:
-            return
-        for space in self._spaces:
-            lacking = self._lacking_tokens(space)
-            if lacking <= 0 or space.growth is not None:
+        for space in lacking:
+            self._grower.order(space, self._needed_tokens(space), self.growable_bytes, self._agreed)
+        for space in lacking:
+            if space.growth is not None:
                 continue
-            num_bytes = -(-lacking // space.extent_tokens) * space.worst_extent_bytes - self.growable_bytes
+            num_extents = -(-self._lacking_tokens(space) // space.extent_tokens)
+            num_bytes = num_extents * space.worst_extent_bytes - self.growable_bytes
             num_bytes -= sum(each.retiring_bytes for each in self._spaces)
             for other in self._spaces:
                 if other is not space:
-                    num_bytes -= self._trimmer.make_room(other, num_bytes, self._demand, self._step)
+                    num_bytes -= self._trimmer.make_room(other, num_bytes, self._needed_tokens(other), self._step)
+
+    def _lacking(self) -> list[Space]:
+        """Of several spaces, those that have less than they need."""
+        return [space for space in self._spaces if len(self._spaces) > 1 and self._lacking_tokens(space) > 0]
 
     def _lacking_tokens(self, space: Space) -> int:
         """What a space has too little of for what it needs, with all that is cached."""
-        return space.needed_tokens(self._demand) - space.free_tokens - self._cache.evictable(space)
+        return self._needed_tokens(space) - space.free_tokens - self._cache.evictable(space)
+
+    def _needed_tokens(self, space: Space) -> int:
+        """What has been admitted needs of a space, and where nothing has, the first request."""
+        demand = self._demand
+        first = 0 if demand.running or demand.pledged else space.prompt_tokens(demand.head_prompt, self._chunk_tokens)
+        return min(space.kept_tokens(demand) + first, space.num_usable_tokens)
 
     def _await_step(self) -> None:
         """If the next step would be short, wait for what is on its way, and for neighbours where requests would
@@ -296,10 +312,10 @@ class Ticker:
         return LAST_RESORT_SECONDS if self._demand.pledged or self._demand.running == 1 else NEIGHBOUR_SECONDS
 
     def _may_still_grow(self) -> bool:
-        held = sum(space.held_bytes for space in self._spaces)
-        smallest = min(space.extent_bytes for space in self._spaces)
         if self._trimmer.makes_room:
             return True
+        held = sum(space.held_bytes for space in self._spaces)
+        smallest = min(space.extent_bytes for space in self._spaces)
         return held + smallest <= self._agreed.ceiling_bytes and any(space.extents.num_absent for space in self._spaces)
 
     def _cache_covers(self, num_tokens: int) -> bool:
@@ -357,7 +373,7 @@ class Ticker:
         What it may generate could exceed a ceiling that was set after SGLang clipped it to the virtual capacity; it
         would wait for ever. This lets in that request only.
         """
-        prompt = space.prompt_tokens(self._demand.head_prompt, self._demand.head_chunk)
+        prompt = space.prompt_tokens(self._demand.head_prompt, self._chunk_tokens)
         attainable = space.free_tokens + self._cache.evictable(space)
         if attainable < prompt:
             return 0
@@ -376,9 +392,11 @@ class Ticker:
         if not demand.waiting or demand.running or demand.pledged or not self._is_short(Space.step_tokens):
             self._starvation.ended()
             return
-        space = min(self._spaces, key=lambda each: each.free_tokens - each.step_tokens(demand))
+        first = demand.head_prompt or demand.prefill
+        needs = [space.prompt_tokens(first, self._chunk_tokens) for space in self._spaces]
+        needed, space = max(zip(needs, self._spaces, strict=True), key=lambda each: each[0] - each[1].free_tokens)
         self._starvation.goes_on(
-            needed_tokens=space.prompt_tokens(demand.head_prompt or demand.prefill, demand.head_chunk or demand.chunk),
+            needed_tokens=needed,
             free_tokens=space.free_tokens,
             cached_tokens=self._cache.evictable(space),
             growable_bytes=self.growable_bytes,

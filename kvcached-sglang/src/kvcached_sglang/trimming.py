@@ -102,20 +102,16 @@ class Trimmer:
         """Whether extents of one space are leaving for another's sake."""
         return any(departure.makes_room for space in self._spaces for departure in space.departures)
 
-    def make_room(self, space: Space, num_bytes: int, demand: Demand, step: int) -> int:
+    def make_room(self, space: Space, num_bytes: int, keep_tokens: int, step: int) -> int:
         """Give back so much of a space, free and cached, that another space of this engine needs.
 
         Returns:
-            Bytes that leave; less if this one needs more of what it has.
+            Bytes that leave; less if that would leave fewer than ``keep_tokens`` free.
         """
-        num_extents = min(-(-num_bytes // space.extent_bytes), MAX_EXTENTS_PER_ORDER)
-        if num_extents <= 0:
+        if num_bytes <= 0:
             return 0
-        space.free_list.concentrate()
-        keep = space.needed_tokens(demand)
-        leaving = self._evict_for(space, num_extents, self._idle(space, keep_tokens=keep), keep)[:num_extents]
-        self._retire(space, leaving, step, makes_room=True)
-        return len(leaving) * space.extent_bytes
+        num_extents = -(-num_bytes // space.extent_bytes)
+        return self._trim_space(space, num_extents, keep_tokens, step, evict=True, makes_room=True)
 
     def give_all(self, space: Space, step: int) -> None:
         """Give back every extent but the pinned one; every page is free."""
@@ -154,23 +150,28 @@ class Trimmer:
         num_owed = -(-owed_bytes // space.extent_bytes)
         if num_owed <= 0 or agreed.now_ms < self._owed_paused_until_ms:
             return 0
-        space.free_list.concentrate()
-        keep = space.kept_tokens(demand)
-        idle = self._idle(space, keep_tokens=keep)
         # A prompt that is half prefilled was promised what is cached, too.
-        if len(idle) < num_owed and not demand.pledged:
-            idle = self._evict_for(space, num_owed, idle, keep)
-        leaving = idle[: min(num_owed, MAX_EXTENTS_PER_ORDER)]
-        self._retire(space, leaving, step)
-        if not leaving:
+        given = self._trim_space(space, num_owed, space.kept_tokens(demand), step, evict=not demand.pledged)
+        if not given:
             self._owed_paused_until_ms = agreed.now_ms + OWED_PAUSE_MS
+        return given
+
+    def _trim_space(
+        self, space: Space, num_extents: int, keep_tokens: int, step: int, *, evict: bool, makes_room: bool = False
+    ) -> int:
+        """Give back so many extents, cached ones too or not, as far as so much stays free. Returns their bytes."""
+        space.free_list.concentrate()
+        idle = self._evict_for(space, num_extents, keep_tokens) if evict else self._idle(space, keep_tokens=keep_tokens)
+        leaving = idle[: min(num_extents, MAX_EXTENTS_PER_ORDER)]
+        self._retire(space, leaving, step, makes_room=makes_room)
         return len(leaving) * space.extent_bytes
 
-    def _evict_for(self, space: Space, num_owed: int, idle: list[int], keep_tokens: int) -> list[int]:
-        """Evict cached content until enough extents are idle, or the cache is at its floor."""
+    def _evict_for(self, space: Space, num_extents: int, keep_tokens: int) -> list[int]:
+        """Evict cached content until enough extents are idle, or the cache is at its floor. Returns those idle."""
         floor = self._tokens(self._policy.floor_bytes, space)
-        while len(idle) < num_owed:
-            tokens = min((num_owed - len(idle)) * space.extent_tokens, self._cache.evictable(space) - floor)
+        idle = self._idle(space, keep_tokens=keep_tokens)
+        while len(idle) < num_extents:
+            tokens = min((num_extents - len(idle)) * space.extent_tokens, self._cache.evictable(space) - floor)
             evicted = self._cache.evict(space, tokens) if tokens > 0 else 0
             if evicted <= 0:
                 break
@@ -185,31 +186,17 @@ class Trimmer:
             if over > 0:
                 self.evicted_tokens += self._cache.evict(space, over)
             if not demand.busy:
-                self._evict_scattered(space, most)
+                # What is least recently used lies anywhere, so that every extent may hold a little of what is left.
+                most_extents = max(1, int(most * SCATTERED) // space.extent_tokens)
+                if space.extents.num_resident > most_extents:
+                    self._evict_for(space, space.extents.num_resident - most_extents, keep_tokens=0)
         # One extent more than what is kept ahead stays while the engine is busy: growing back at once would cost more
         # than it saves.
         keep = space.ahead_tokens(demand) + (space.extent_tokens if demand.busy else 0)
         spare = (space.free_tokens - keep) // space.extent_tokens
         if spare <= 0:
             return 0
-        space.free_list.concentrate()
-        leaving = self._idle(space, keep_tokens=keep)[: min(spare, MAX_EXTENTS_PER_ORDER)]
-        self._retire(space, leaving, step)
-        return len(leaving)
-
-    def _evict_scattered(self, space: Space, most_tokens: int) -> None:
-        """Evict until the extents that cached content keeps resident are at most half as much again as its ceiling.
-
-        What is least recently used lies anywhere, so that every extent may hold a little of what is left.
-        """
-        most_extents = max(1, int(most_tokens * SCATTERED) // space.extent_tokens)
-        while space.extents.num_resident > most_extents and self._cache.evictable(space) > 0:
-            if space.extents.num_resident - len(self._idle(space, keep_tokens=0)) <= most_extents:
-                break
-            evicted = self._cache.evict(space, min(space.extent_tokens, self._cache.evictable(space)))
-            if evicted <= 0:
-                break
-            self.evicted_tokens += evicted
+        return self._trim_space(space, spare, keep, step, evict=False)
 
     def _idle(self, space: Space, *, keep_tokens: int) -> list[int]:
         """Resident extents all of whose pages are free, highest first, as far as so much stays free. Waits for the

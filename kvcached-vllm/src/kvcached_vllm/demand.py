@@ -73,8 +73,7 @@ class Demand:
 
     def first_requests(self) -> list[Request]:
         """The first of each queue that waits for nothing but memory."""
-        firsts = [queue.peek_request() for queue in self._waiting() if queue]
-        return [request for request in firsts if request.status in _READY]
+        return [request for request in self._firsts() if request.status in _READY]
 
     def served(self) -> None:
         """A step ran something."""
@@ -96,6 +95,9 @@ class Demand:
     def _waiting(self) -> Iterator[RequestQueue]:
         return (getattr(self._scheduler, name) for name in self._queues)
 
+    def _firsts(self) -> Iterator[Request]:
+        return (queue.peek_request() for queue in self._waiting() if queue)
+
     def _running_blocks(self) -> int:
         return len(self._scheduler.running) * self._blocks_per_running
 
@@ -105,7 +107,7 @@ class Demand:
         admitted = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
         if scheduler.pause_state != PauseState.UNPAUSED or admitted >= self._max_admitted:
             return 0
-        return max((self._admission_blocks(queue.peek_request()) for queue in self._waiting() if queue), default=0)
+        return max(map(self._admission_blocks, self._firsts()), default=0)
 
     def _admission_blocks(self, request: Any) -> int:
         if request.num_computed_tokens:  # it holds blocks for these

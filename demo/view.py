@@ -36,7 +36,7 @@ class View:
 
     def say(self, words: str) -> None:
         """One line of progress, with the time since the start."""
-        self.console.print(f"[dim]{time.monotonic() - self._started:6.1f} s[/]  {words}")
+        self.console.print(f"[dim]{time.monotonic() - self._started:6.1f} s[/]  {words}", soft_wrap=True)
 
     @contextmanager
     def live(self) -> Iterator[None]:

@@ -255,6 +255,7 @@ def test_server_arguments_that_are_refused_exist(srt: Path):
     names = {refusal.argument for refusal in REFUSALS} | {
         "enable_dp_attention",
         "enable_priority_scheduling",
+        "max_mamba_cache_size",
         "mem_fraction_static",
         "model_path",
         "schedule_policy",

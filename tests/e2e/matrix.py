@@ -140,6 +140,10 @@ class Matrix:
     def _file(self, case: Case, mode: Mode) -> Path:
         return self._runs / f"{case.name}.{mode}.json"
 
+    def _record(self, case: Case, mode: Mode) -> dict[str, Any] | None:
+        file = self._file(case, mode)
+        return json.loads(file.read_text()) if file.exists() else None
+
     def _run_one(self, case: Case, mode: Mode) -> None:
         started = time.monotonic()
         record = self._run(case, mode)
@@ -149,14 +153,11 @@ class Matrix:
         scratch.write_text(json.dumps(record))
         scratch.rename(self._file(case, mode))
         ready = f"ready after {record['ready_seconds']:.0f} s" if "ready_seconds" in record else record["ready_error"]
-        failed = [check.name for check in check_case(*_pair(record)) if check.outcome is Outcome.FAIL]
+        checks = check_case(self._record(case, "native"), self._record(case, "elastic"))
+        failed = [check.name for check in checks if check.of in (mode, "both") and check.outcome is Outcome.FAIL]
         verdict = f"failed: {', '.join(failed)}" if failed else "good"
         with self._turn:
             print(f"{time.monotonic() - started:5.0f} s  {case.name} {mode}: {ready}; {verdict}", flush=True)
-
-
-def _pair(record: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    return (record, None) if record["mode"] == "native" else (None, record)
 
 
 def _prepare(arguments: argparse.Namespace, out: Path, cases: Iterable[Case]) -> Place:

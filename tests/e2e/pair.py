@@ -81,7 +81,7 @@ GPU_ROLES = (
         "B",
         SGLANG,
         "linear",
-        ("--max-running-requests", "128", "--mem-fraction-static", "0.3", "--max-mamba-cache-size", "400"),
+        ("--max-running-requests", "128", "--mem-fraction-static", "0.3", "--max-mamba-cache-size", "640"),
     ),
 )
 CPU_ROLES = tuple(

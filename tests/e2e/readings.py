@@ -124,7 +124,7 @@ class Readings:
     def settle(self, *, below_bytes: int, deadline_seconds: float) -> dict[str, Any]:
         """Wait until memory no longer leaves; at the deadline, what is there then.
 
-        It no longer leaves when nothing has changed for `QUIET_SECONDS`, or, as long as it is not below
+        It no longer leaves when nothing has changed for `QUIET_SECONDS`, or, as long as what is resident is not below
         ``below_bytes``, for `PATIENCE_SECONDS`: giving back begins a moment after the reason for it.
         """
         deadline = time.monotonic() + deadline_seconds
@@ -132,7 +132,7 @@ class Readings:
         while time.monotonic() < deadline:
             time.sleep(0.25)
             now = self.take()
-            if now["resident_bytes"] != reading["resident_bytes"]:
+            if now != reading:  # the ledger's figures or the driver's, which come down one after the other
                 since = time.monotonic()
             reading = now
             quiet = QUIET_SECONDS if reading["resident_bytes"] < below_bytes else PATIENCE_SECONDS

@@ -49,7 +49,7 @@ class Scene:
         self.log.append(f"on {ordinal}")
         return torch.no_grad()  # any context manager
 
-    def profile(self, state_share: float | None = None) -> int:
+    def profile(self, state_share: float | None = None, state_slots: int | None = None) -> int:
         """What SGLang does of the memory that it is told of: it takes a share for states, if it has any."""
 
         def original(_: Any, pre_model_load_gib: float) -> int:
@@ -61,7 +61,7 @@ class Scene:
             gpu_id=3,
             mambaish_config=None if state_share is None else object(),
         )
-        with get_context().override_server_args(mem_fraction_static=FRACTION):
+        with get_context().override_server_args(mem_fraction_static=FRACTION, max_mamba_cache_size=state_slots):
             return self.plugin.profile_available_bytes(original, configurator, 0.0)
 
     @staticmethod
@@ -86,6 +86,12 @@ def test_states_of_linear_attention_are_sized_within_the_ceiling(monkeypatch):
     scene = Scene(monkeypatch, ceiling_bytes=20 * GIB)
     assert scene.profile(state_share=0.5) == pytest.approx(10 * GIB, abs=1024)
     assert scene.log[-1] == pytest.approx(10 * GIB, abs=1024)
+
+
+def test_states_whose_size_was_asked_for_take_nothing_from_what_the_cache_may_grow_to(monkeypatch):
+    scene = Scene(monkeypatch, ceiling_bytes=20 * GIB)
+    assert scene.profile(state_share=0.25, state_slots=400) == pytest.approx(0.75 * (TOTAL - USED - SLACK), abs=1024)
+    assert scene.log[-1] == pytest.approx(0.25 * (TOTAL - USED - SLACK), abs=1024)
 
 
 def test_without_states_a_ceiling_does_not_bound_the_capacity(monkeypatch):

@@ -108,7 +108,10 @@ class Plugin:
             with self._sizing.as_if_alone(backend):
                 return original(configurator, limits.total_bytes / GIB)
         slack_bytes = int(limits.total_bytes * (1 - get_schedule().mem_fraction_static))
-        with self._sizing.as_if_alone(backend, limits.ceiling_bytes + slack_bytes):
+        # SGLang gives states a share of what there is, and they stay: of what the ceiling leaves, then. A size that was
+        # asked for takes nothing from what the KV cache may grow to.
+        is_share = get_schedule().max_mamba_cache_size is None
+        with self._sizing.as_if_alone(backend, limits.ceiling_bytes + slack_bytes if is_share else None):
             kv_bytes = original(configurator, limits.total_bytes / GIB)
         self._lease_state(self._sizing.answered_bytes - slack_bytes - kv_bytes)
         return kv_bytes

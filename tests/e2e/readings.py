@@ -125,7 +125,8 @@ class Readings:
         """Wait until memory no longer leaves; at the deadline, what is there then.
 
         It no longer leaves when nothing has changed for `QUIET_SECONDS`, or, as long as what is resident is not below
-        ``below_bytes``, for `PATIENCE_SECONDS`: giving back begins a moment after the reason for it.
+        ``below_bytes``, for `PATIENCE_SECONDS`: giving back begins a moment after the reason for it. What the ledger
+        no longer counts as resident but still as leased is being unmapped.
         """
         deadline = time.monotonic() + deadline_seconds
         reading, since = self.take(), time.monotonic()
@@ -136,7 +137,8 @@ class Readings:
                 since = time.monotonic()
             reading = now
             quiet = QUIET_SECONDS if reading["resident_bytes"] < below_bytes else PATIENCE_SECONDS
-            if time.monotonic() - since >= quiet:
+            leased = sum(member["lease_bytes"] for member in reading["members"])
+            if leased <= reading["resident_bytes"] and time.monotonic() - since >= quiet:
                 break
         return reading
 

@@ -88,6 +88,7 @@ def run_case(case: Case, mode: Mode, installed: Installed, place: Place) -> dict
             )
         except ServerError as error:
             record["ready_error"] = str(error)
+            record["log_tail"] = server.log_text()[-2000:]
         else:
             client = Client(port)
             num_passes = 2 if mode == "native" else 1
@@ -138,7 +139,6 @@ def _end(server: Server, readings: Readings) -> dict[str, Any]:
         "active_line": active.group(0) if active else "",
         "layout": next(filter(None, layout.groups())) if layout else "",
         "error_signatures": _signatures(ERROR_SIGNATURES, text) + _signatures(TRACEBACK, before),
-        "log_tail": text[-2000:] if "ready_error" else "",
         "cpu_count": os.cpu_count(),
     }
 

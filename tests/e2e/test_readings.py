@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -33,3 +35,22 @@ def test_a_member_is_read_by_name_and_gone_when_it_has_left(tmp_path: Path, runt
         account.leave()
         assert readings.members_named() == []
         other.leave()
+
+
+def test_what_is_being_unmapped_is_waited_for(tmp_path: Path, runtime_dir: Path) -> None:
+    command = (sys.executable, "-c", "import time; time.sleep(60)")
+    with (
+        Server("idle", command, {}, port=free_port(), log=tmp_path / "log", cwd=tmp_path) as server,
+        closing(Ledger.open("host", 1 << 30, runtime_dir=runtime_dir)) as ledger,
+    ):
+        account = ledger.join("ours", engine="vllm")
+        account.created(account.lease(64 << 20))
+        account.destroyed(64 << 20)
+        slow = threading.Timer(3.0, account.give_back, [64 << 20])
+        slow.start()
+        began = time.monotonic()
+        reading = Readings(server, runtime_dir, "ours").settle(below_bytes=64 << 20, deadline_seconds=20)
+        assert time.monotonic() - began >= 3.0
+        assert reading["members"][0]["lease_bytes"] == 0
+        slow.join()
+        account.leave()

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from kvcached_core.errors import LedgerError
 from kvcached_core.ledger import Ledger
 from kvcached_core.ledger_statistics import MemberStatistics
 
@@ -18,7 +15,7 @@ from tests.e2e.cases import VLLM_SIZE
 from tests.e2e.client import Client
 from tests.e2e.engines import VLLM
 from tests.e2e.phases import GENERATED_TOKENS, generation_prompts
-from tests.e2e.readings import Nvml, Readings, members, statistics
+from tests.e2e.readings import Readings, members, statistics
 from tests.e2e.server import Server, free_port
 from tests.models.families import make_model
 
@@ -28,8 +25,6 @@ MIB = 1 << 20
 
 START_SECONDS = 240
 SETTLE_SECONDS = 10
-ROOM_BYTES = 64 * MIB
-"""Left to an engine that wants to wake: far less than its weights."""
 
 
 @contextmanager
@@ -51,30 +46,15 @@ def sleeper(out: Path) -> Iterator[tuple[Server, Client]]:
 
 
 @contextmanager
-def all_but(room_bytes: int, runtime_dir: Path) -> Iterator[None]:
-    """A neighbour holds a lease of what is left of the device, but so much."""
+def nothing_left(runtime_dir: Path) -> Iterator[None]:
+    """A neighbour whose headroom is the whole device: the ledger grants nothing, whoever else ends meanwhile."""
     (device_id,) = Ledger.devices(runtime_dir)
     total_bytes = statistics(runtime_dir).total_bytes
-    driver_free = Nvml().free_bytes
-    with closing(Ledger.open(device_id, total_bytes, runtime_dir=runtime_dir, driver_free=driver_free)) as ledger:
-        neighbour = ledger.join("neighbour", engine="vllm")
-        stop = threading.Event()
-
-        def take() -> None:
-            while not stop.wait(0.02):  # whatever else ends on this device meanwhile
-                device = ledger.snapshot()
-                (held,) = (each.static_lease_bytes for each in device.members if each.name == "neighbour")
-                with suppress(LedgerError):
-                    neighbour.static_lease(max(0, held + device.unleased_bytes - room_bytes), deadline_seconds=0)
-
-        taker = threading.Thread(target=take)
-        taker.start()
-        time.sleep(1)
+    with closing(Ledger.open(device_id, total_bytes, runtime_dir=runtime_dir, headroom_bytes=total_bytes)) as ledger:
+        neighbour = ledger.join("neighbour", engine="vllm", ceiling_bytes=total_bytes)
         try:
             yield
         finally:
-            stop.set()
-            taker.join()
             neighbour.leave()
 
 
@@ -106,7 +86,7 @@ def test_what_sleeps_is_neighbours_to_lease_and_what_wakes_answers_as_before(tmp
         assert asleep.resident_bytes < awake.resident_bytes
         assert awake_bytes - asleep_bytes >= 0.9 * returned
 
-        with all_but(ROOM_BYTES, tmp_path):
+        with nothing_left(tmp_path):
             status, answer = client.post("/wake_up")
         print(f"refused: {status} {answer}")
         assert status == 500

@@ -351,8 +351,8 @@ def table(results: Sequence[dict[str, Any]]) -> Iterator[str]:
 def main() -> int:
     """Measure every pool size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--replays", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--replays", type=int, default=12)
     parser.add_argument("--blocks", type=int, nargs="+", default=list(POOL_SIZES))
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

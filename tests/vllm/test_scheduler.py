@@ -203,6 +203,20 @@ def test_a_pause_holds_back_what_vllm_holds_back(scene: Scene) -> None:
     scene.until_runs(waiting)
 
 
+def test_a_request_asks_for_memory_at_once_unless_there_is_none_to_be_had(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, kicks = scene.scheduler._agent, []
+    monkeypatch.setattr(agent, "kick", lambda: kicks.append(True))
+    scene.add("below the ceiling", 10)
+    assert kicks
+    scene.ledger.set_limits(NAME, ceiling_bytes=scene.num_resident_blocks // BLOCKS_PER_EXTENT * EXTENT)
+    until(lambda: agent.ceiling_extents == scene.scheduler._blocks.extents.num_resident, "the ceiling is heard of")
+    kicks.clear()
+    scene.add("at the ceiling", 10)
+    assert not kicks
+
+
 # Under a ceiling: eight extents are 32 blocks, one of them the null block, and hold a request of 992 tokens
 
 LONGEST = (8 * BLOCKS_PER_EXTENT - 1) * TOKENS

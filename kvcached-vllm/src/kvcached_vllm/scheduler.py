@@ -118,7 +118,9 @@ class ElasticScheduling:
             else:
                 log.error("Request %s is refused. %s", request.request_id, refusal)
                 self._refused.append((request, refusal))
-        self._agent.kick()  # a head start before the next step
+            may_gain = self._may_gain()
+        if may_gain:
+            self._agent.kick()  # a head start before the next step
 
     def has_requests(self) -> bool:
         """Also true while a refused request waits for its answer."""
@@ -194,6 +196,10 @@ class ElasticScheduling:
             )  # fmt: skip
 
     # Working
+
+    def _may_gain(self) -> bool:
+        """Whether anybody has memory for this engine: whole, or at its ceiling, it would only be held up by asking."""
+        return self._blocks.extents.num_resident < self._agent.ceiling_extents
 
     def _lacking_blocks(self, output: SchedulerOutput) -> int:
         """Blocks that a request needs which waits while nothing runs; 0 where something runs, or nothing could."""

@@ -20,7 +20,7 @@ EXTENT = 8 * 32 * KIB  # a page of each of four layers' K and V
 
 
 @dataclass
-class Pair:
+class Engines:
     """The stock engine, the elastic one, and the ledger that the latter is in."""
 
     native: Engine
@@ -33,6 +33,15 @@ class Pair:
         assert [each.message for each in elastic if each.message] == []
         assert [each.tokens for each in elastic] == [each.tokens for each in native]
         return elastic
+
+    def flush(self) -> None:
+        """No cached prefix in either."""
+        for engine in (self.native, self.elastic):
+            assert engine.do("flush_cache")
+
+
+class Pair(Engines):
+    """Engines of one rank each."""
 
     @property
     def resident_bytes(self) -> int:
@@ -47,8 +56,7 @@ class Pair:
     def reset(self) -> None:
         """No limit, no cached prefix; the elastic engine has followed."""
         self.unlimit()
-        for engine in (self.native, self.elastic):
-            assert engine.do("flush_cache")
+        self.flush()
         until(lambda: self.resident_bytes <= MIB, "memory back after the cache was flushed")
 
 

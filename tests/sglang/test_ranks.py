@@ -6,14 +6,12 @@ The ranks are two processes, each with its own slot of the ledger, half of the K
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from kvcached_core.ledger import Ledger
 
-from tests.sglang.engine import KIB, MIB, Engine, Result, members, prompts, together, until
-from tests.sglang.pair import started
+from tests.sglang.engine import KIB, MIB, members, prompts, until
+from tests.sglang.pair import Engines, started
 
 NAME = "ranks"
 BUDGET = 64 * MIB
@@ -22,31 +20,20 @@ CEILINGS = (24 * MIB, 6 * MIB)
 FLAGS = {"tp_size": 2, "max_total_tokens": 12000}
 
 
-@dataclass
-class Pair:
-    """The stock engine, the elastic one, and the ledger that the latter is in."""
-
-    native: Engine
-    elastic: Engine
-    ledger: Ledger
-
-    def check_equal(self, requests: list[list[int]], max_tokens: int) -> list[Result]:
-        native, elastic = together([self.native, self.elastic], requests, max_tokens)
-        assert [each.tokens for each in elastic] == [each.tokens for each in native]
-        return elastic
+class Ranks(Engines):
+    """Engines of two ranks each."""
 
     @property
     def resident_bytes(self) -> list[int]:
         return [each.resident_bytes for each in members(self.ledger, NAME)]
 
     def reset(self) -> None:
-        for engine in (self.native, self.elastic):
-            assert engine.do("flush_cache")
+        self.flush()
         until(lambda: max(self.resident_bytes) <= MIB, "memory back on both ranks", 60.0)
 
 
 @pytest.fixture(scope="module")
-def engines(gqa_model: Path, tmp_path_factory: pytest.TempPathFactory, module_runtime_dir: Path) -> Iterator[Pair]:
+def engines(gqa_model: Path, tmp_path_factory: pytest.TempPathFactory, module_runtime_dir: Path) -> Iterator[Ranks]:
     logs = tmp_path_factory.mktemp("ranks")
     settings = {
         "KVCACHED_STRICT": "1",
@@ -57,22 +44,22 @@ def engines(gqa_model: Path, tmp_path_factory: pytest.TempPathFactory, module_ru
     }
     ranks = [{"KVCACHED_CEILING": str(ceiling)} for ceiling in CEILINGS]
     with started(gqa_model, logs, settings, ranks=ranks, **FLAGS) as parts:
-        yield Pair(*parts)
+        yield Ranks(*parts)
 
 
-def test_both_ranks_are_one_member(engines: Pair):
+def test_both_ranks_are_one_member(engines: Ranks):
     first, second = members(engines.ledger, NAME)
     assert first.member_id == second.member_id
     assert [first.rank, second.rank] == [0, 1]
     assert first.pid != second.pid
 
 
-def test_tokens_are_equal(engines: Pair):
+def test_tokens_are_equal(engines: Ranks):
     engines.check_equal(prompts(6, 80, seed=1), 32)
     engines.reset()
 
 
-def test_both_ranks_stop_at_the_smaller_ceiling(engines: Pair):
+def test_both_ranks_stop_at_the_smaller_ceiling(engines: Ranks):
     """Together the requests need twice what the second rank may have; the first could have it all."""
     engines.check_equal(prompts(16, 200, seed=2), 48)
     first, second = engines.resident_bytes
@@ -81,14 +68,14 @@ def test_both_ranks_stop_at_the_smaller_ceiling(engines: Pair):
     engines.reset()
 
 
-def test_cached_prefixes_and_chunked_prompts(engines: Pair):
+def test_cached_prefixes_and_chunked_prompts(engines: Ranks):
     for request in prompts(3, 1300, seed=3, shared=1200):
         [result] = engines.check_equal([request], 16)
     assert result.cached >= 1190
     engines.reset()
 
 
-def test_abort_storms_leave_the_ranks_together(engines: Pair):
+def test_abort_storms_leave_the_ranks_together(engines: Ranks):
     requests = prompts(16, 100, seed=4)
     expected = engines.native.generate(requests[::2], 40)
     for delay in (0.0, 0.3):

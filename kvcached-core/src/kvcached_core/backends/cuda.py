@@ -48,7 +48,7 @@ class CudaBackend:
         self._device = _device_of(module, ordinal)
         self.device_id = _uuid_of(module, self._device)
         self._ordinal = ordinal
-        self._driver = Driver(module, self.device_id, self._device)
+        self._driver = Driver(module, self.device_id)
         self._call = self._driver.call
         self._require_virtual_memory()
         self._properties = _page_properties(module, ordinal)
@@ -59,7 +59,7 @@ class CudaBackend:
         self._read_only = _access(module, self._properties, flags.CU_MEM_ACCESS_FLAGS_PROT_READ)
         self._guards: list[_Guard] = []
         self._spare_events: list[Any] = []
-        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self._context = self._driver.context = self._call("cuDevicePrimaryCtxRetain", self._device)
         try:
             with self._entered():
                 self._stream = self._call("cuStreamCreate", int(module.CUstream_flags.CU_STREAM_NON_BLOCKING))

@@ -64,13 +64,15 @@ class Driver:
     Args:
         module: `cuda.bindings.driver` or a stand-in, initialised.
         device_id: UUID that failures name.
-        device: The driver's number for it; without, no failure says how much is free.
+
+    Attributes:
+        context: The device's, once there is one; until then no failure says how much is free.
     """
 
-    def __init__(self, module: Any, device_id: str, device: Any = None) -> None:
+    def __init__(self, module: Any, device_id: str) -> None:
         self.module = module
         self.device_id = device_id
-        self._device = device
+        self.context: Any = None
         self._success = module.CUresult.CUDA_SUCCESS
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -105,11 +107,13 @@ class Driver:
         return DriverError(message, call=name, result=result, device_id=self.device_id)
 
     def _free_memory(self) -> str:
-        # cuMemGetInfo takes no device: it answers for the current context's, and only this one's is wanted.
-        result, current = self.module.cuCtxGetDevice()
-        if result != self._success or self._device is None or int(current) != int(self._device):
-            return "How much is free there is not known: no context of it is current."
-        result, free_bytes, total_bytes = self.module.cuMemGetInfo()
+        if self.context is None:
+            return "How much is free there is not known: this process has no context of it."
+        # cuMemGetInfo takes no device: it answers for the current context's.
+        (result,) = self.module.cuCtxPushCurrent(self.context)
+        if result == self._success:
+            result, free_bytes, total_bytes = self.module.cuMemGetInfo()
+            self.module.cuCtxPopCurrent()
         if result != self._success:
             return f"The driver does not say how much is free ({result.name})."
         return f"The driver reports {format_bytes(free_bytes)} of {format_bytes(total_bytes)} free."

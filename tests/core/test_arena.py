@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
+from collections.abc import Iterable
+from itertools import groupby
 
 import pytest
 from hypothesis import settings
@@ -98,9 +100,17 @@ def test_a_device_that_runs_out_at_page_k_keeps_what_it_had(driver: FakeDriver) 
 
 
 def test_a_driver_that_fails_from_some_call_on_is_an_error_and_the_arena_ends_closed() -> None:
-    for position in range(30):
+    def fresh() -> tuple[FakeDriver, Arena]:
         driver = FakeDriver(Gpu(MIB))
-        arena = Arena(CudaBackend(0, driver=driver), 8 * PAGE_BYTES, PAGE_BYTES)
+        return driver, Arena(CudaBackend(0, driver=driver), 8 * PAGE_BYTES, PAGE_BYTES)
+
+    driver, arena = fresh()
+    driver.inject(None)
+    arena.map([range(4)])
+    num_calls = len(driver.calls)
+    arena.close()
+    for position in range(num_calls):
+        driver, arena = fresh()
         driver.inject(position, CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, on=True)
         with pytest.raises((DriverError, InvariantError), match=r"ILLEGAL_ADDRESS.*restart the engine"):
             arena.map([range(4)])
@@ -113,27 +123,54 @@ def test_a_driver_that_fails_from_some_call_on_is_an_error_and_the_arena_ends_cl
 def test_what_cannot_be_unmapped_stays_accounted_and_comes_back_zeroed(driver: FakeDriver, guard: bool) -> None:
     arena = Arena(CudaBackend(0, driver=driver), 8 * PAGE_BYTES, PAGE_BYTES, guard=guard)
     used_before = driver.gpus[0].used_bytes
-    arena.map([range(4)])
+    ranges = [range(1), range(2, 4)]
+    arena.map(ranges)
     driver.inject(None)
-    arena.unmap([range(4)])
+    arena.unmap(ranges)
     calls = list(driver.calls)
+    kept = set()
     for position in failing_positions(driver, calls):
-        arena.map([range(4)])
+        arena.map(ranges)
         write_memory(arena, 2 * PAGE_BYTES, 7)
         driver.inject(position, CUresult.CUDA_ERROR_INVALID_VALUE)
         try:
-            arena.unmap([range(4)])
+            arena.unmap(ranges)
         except DriverError:
-            assert arena.num_resident_pages == 1
+            kept.add(arena.num_resident_pages)
         else:
             assert calls[position] in {"cuMemMap", "cuMemSetAccess"}, "only the guard page may fail without an error"
         driver.inject(None)
         assert driver.gpus[0].used_bytes == used_before + arena.resident_bytes
-        assert arena.new_pages([range(4)]) == 4
-        assert arena.map([range(4)]) == 4
-        assert [read_memory(arena, page * PAGE_BYTES) for page in range(4)] == [0, 0, 0, 0]
-        assert arena.unmap([range(4)]) == 4
+        assert arena.new_pages(ranges) == 3
+        assert arena.map(ranges) == 3
+        assert [read_memory(arena, page * PAGE_BYTES) for page in (0, 2, 3)] == [0, 0, 0]
+        assert arena.unmap(ranges) == 3
         assert driver.gpus[0].used_bytes == used_before
+    assert kept == {1, 2}, "neighbours are kept together"
+    arena.close()
+
+
+def test_neighbours_share_calls(driver: FakeDriver) -> None:
+    """What a page costs alone is its memory and its mapping; all else is per run of neighbours."""
+    arena = Arena(CudaBackend(0, driver=driver), 8 * PAGE_BYTES, PAGE_BYTES)
+    driver.inject(None)
+    arena.map([range(2), range(3, 6)])
+    assert [driver.calls.count(name) for name in ("cuMemCreate", "cuMemMap", "cuMemSetAccess")] == [5, 5, 2]
+    assert [driver.calls.count(name) for name in ("cuMemUnmap", "cuMemRelease")] == [2, 5]
+    driver.inject(None)
+    arena.unmap([range(2), range(3, 6)])
+    assert [driver.calls.count(name) for name in ("cuMemUnmap", "cuMemMap", "cuMemSetAccess")] == [2, 5, 2]
+    arena.close()
+
+
+def test_one_call_takes_no_more_than_its_share(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcached_core.arena.MAX_RUN_BYTES", 3 * PAGE_BYTES)
+    arena = Arena(CudaBackend(0, driver=driver), 8 * PAGE_BYTES, PAGE_BYTES, guard=False)
+    driver.inject(None)
+    arena.map([range(8)])
+    assert driver.calls.count("cuMemSetAccess") == 3
+    arena.unmap([range(8)])
+    assert driver.calls.count("cuMemUnmap") == 3
     arena.close()
 
 
@@ -199,6 +236,12 @@ page_ranges = st.lists(
 fail_at = st.none() | st.integers(0, 8)
 
 
+def runs(pages: Iterable[int]) -> list[list[int]]:
+    """Ascending pages, neighbours together."""
+    by_offset = groupby(enumerate(sorted(pages)), key=lambda item: item[1] - item[0])
+    return [[page for _, page in run] for _, run in by_offset]
+
+
 class ArenaBesideModel(RuleBasedStateMachine):
     """An arena with injected failures, beside a count of references per page and what each page should hold."""
 
@@ -248,7 +291,7 @@ class ArenaBesideModel(RuleBasedStateMachine):
             assert self.arena.unmap(order) == len(gone)
         except DriverError:
             assert fail_at is not None
-            self.stranded.add(sorted(gone)[fail_at])
+            self.stranded.update(runs(gone)[fail_at])
         finally:
             self.backend.fail_at = None
         for page in gone:

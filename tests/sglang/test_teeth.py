@@ -14,16 +14,17 @@ from kvcached_core.backends.base import hookimpl
 from kvcached_core.backends.host import HostBackend
 
 class Skipping(HostBackend):
-    '''Forgets the third page that is mapped.'''
-    calls = 0
+    '''Forgets one page that is mapped.'''
+    pages = 0
     forgotten = None
 
-    def map(self, address, page_bytes):
-        self.calls += 1
-        if self.calls == 3 * 8:  # past the pinned extent, in the first that is grown into
+    def map(self, address, size_bytes, page_bytes):
+        before, self.pages = self.pages, self.pages + size_bytes // page_bytes
+        if before < 3 * 8 <= self.pages:  # past the pinned extent, in the first that is grown into
             self.forgotten = address
-        else:
-            super().map(address, page_bytes)
+            address, size_bytes = address + page_bytes, size_bytes - page_bytes
+        if size_bytes:
+            super().map(address, size_bytes, page_bytes)
 
     def zero(self, spans):
         for start, size in spans:

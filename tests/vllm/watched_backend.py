@@ -54,22 +54,22 @@ class WatchedBackend(HostBackend):
             time.sleep(0.01)
         return super().reserve(size_bytes, alignment_bytes)
 
-    def map(self, address: int, page_bytes: int) -> None:
+    def map(self, address: int, size_bytes: int, page_bytes: int) -> None:
         self._note("map")
         fails = self._folder / f"fail-{os.getpid()}"
         if fails.exists():
             raise DriverError(fails.read_text(), call="map", result="INJECTED", device_id=self.device_id)
         if not self._skips():
-            super().map(address, page_bytes)
+            super().map(address, size_bytes, page_bytes)
 
     def zero(self, spans: Sequence[tuple[int, int]]) -> None:
         self._note("zero")
         if not self._skips():
             super().zero(spans)
 
-    def unmap(self, address: int, page_bytes: int) -> None:
+    def unmap(self, address: int, size_bytes: int, page_bytes: int) -> None:
         self._note("unmap")
-        super().unmap(address, page_bytes)
+        super().unmap(address, size_bytes, page_bytes)
 
     def fence(self, streams: Sequence[int]) -> HostFence:
         self._note("fence")

@@ -82,19 +82,24 @@ class Backend(Protocol):
     def release(self, address: int, size_bytes: int) -> None:
         """Give a whole reserved range back, its guard too. None of its pages may be mapped."""
 
-    def map(self, address: int, page_bytes: int) -> None:
-        """Put one page behind an address, readable and writable. Its content is undefined until `zero`.
+    def map(self, address: int, size_bytes: int, page_bytes: int) -> None:
+        """Put pages behind neighbouring addresses, readable and writable. Their content is undefined until `zero`.
+
+        Args:
+            size_bytes: A multiple of ``page_bytes``; each page can be unmapped without the others.
 
         Raises:
-            DeviceMemoryError: The device has no page left. The address is as it was.
-            DriverError: Another failure. The address is as it was.
+            DeviceMemoryError: The device has too few pages left. The addresses are as they were.
+            DriverError: Another failure. The addresses are as they were.
         """
 
-    def unmap(self, address: int, page_bytes: int) -> None:
-        """Take the page away; its memory is the device's again when this returns. Not ordered behind any stream.
+    def unmap(self, address: int, size_bytes: int, page_bytes: int) -> None:
+        """Take neighbouring pages away; their memory is the device's again when this returns.
+
+        Not ordered behind any stream. They need not have been mapped together.
 
         Raises:
-            DriverError: The page is still mapped.
+            DriverError: All of them are still mapped.
         """
 
     def zero(self, spans: Sequence[tuple[int, int]]) -> None:

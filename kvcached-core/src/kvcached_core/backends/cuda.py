@@ -6,7 +6,8 @@ Driver behaviour this relies on (CUDA Driver API; figures and how they were got:
 - A handle may be released as soon as it is mapped: its memory lives until the last mapping goes (``cuMemRelease``).
   So unmapping is what frees a page, in one call, and no handle is kept.
 - A handle is mapped whole or not at all, at one address or at many (the guard page).
-- ``cuMemSetAccess`` may cover many neighbouring mappings in one call.
+- ``cuMemSetAccess`` and ``cuMemUnmap`` may cover many neighbouring mappings in one call. One that fails is taken to
+  have done nothing.
 - Unmapping takes no stream and waits for none.
 - An event query from another thread breaks a graph capture in mode GLOBAL, unless that thread's own mode is
   THREAD_LOCAL: see `_Undisturbing`.
@@ -86,29 +87,30 @@ class CudaBackend:
                 self._guards.remove(guard)
             self._call("cuMemAddressFree", address, size_bytes)
 
-    def map(self, address: int, page_bytes: int) -> None:
+    def map(self, address: int, size_bytes: int, page_bytes: int) -> None:
         guard = self._guard_of(address)
-        with self._entered():
-            handle = self._call("cuMemCreate", page_bytes, self._properties, 0)
-            try:
-                if guard is not None and guard.uncover(address):
-                    try:
-                        self._attach(address, page_bytes, handle)
-                    except BaseException:
-                        guard.cover(address)
-                        raise
-                else:
-                    self._attach(address, page_bytes, handle)
-            except BaseException:
-                self._call("cuMemRelease", handle)
-                raise
-
-    def unmap(self, address: int, page_bytes: int) -> None:
-        guard = self._guard_of(address)
-        with self._entered():
-            self._call("cuMemUnmap", address, page_bytes)
+        addresses = range(address, address + size_bytes, page_bytes)
+        handles: list[Any] = []
+        with self._entered(), ExitStack() as undo:
+            undo.callback(self._release_all, handles)
+            for _ in addresses:
+                handles.append(self._call("cuMemCreate", page_bytes, self._properties, 0))
             if guard is not None:
-                guard.cover_if_possible(address)
+                undo.callback(guard.cover_if_possible, address, size_bytes)
+                guard.uncover(address, size_bytes)
+            for page_address, handle in zip(addresses, handles, strict=True):
+                self._call("cuMemMap", page_address, page_bytes, 0, handle, 0)
+                undo.callback(self._call, "cuMemUnmap", page_address, page_bytes)
+            self._call("cuMemSetAccess", address, size_bytes, self._writable, 1)
+            self._release_all(handles)
+            undo.pop_all()
+
+    def unmap(self, address: int, size_bytes: int, page_bytes: int) -> None:
+        guard = self._guard_of(address)
+        with self._entered():
+            self._call("cuMemUnmap", address, size_bytes)
+            if guard is not None:
+                guard.cover_if_possible(address, size_bytes)
 
     def zero(self, spans: Sequence[tuple[int, int]]) -> None:
         with self._undisturbing():
@@ -177,15 +179,11 @@ class CudaBackend:
     def _undisturbing(self) -> _Undisturbing:
         return _Undisturbing(self._driver, self._context)
 
-    def _attach(self, address: int, page_bytes: int, handle: Any) -> None:
-        """Map a handle, which then belongs to the mapping."""
-        self._call("cuMemMap", address, page_bytes, 0, handle, 0)
-        try:
-            self._call("cuMemSetAccess", address, page_bytes, self._writable, 1)
-            self._call("cuMemRelease", handle)
-        except BaseException:
-            self._call("cuMemUnmap", address, page_bytes)
-            raise
+    def _release_all(self, handles: list[Any]) -> None:
+        """What is mapped then belongs to its mapping, and the rest is gone."""
+        while handles:
+            self._call("cuMemRelease", handles[-1])
+            handles.pop()
 
     def _require_virtual_memory(self) -> None:
         attribute = self._driver.module.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
@@ -333,44 +331,47 @@ class _Guard:
             self._call("cuMemMap", self.own_address, page_bytes, 0, self._handle, 0)
             undo.callback(self._call, "cuMemUnmap", self.own_address, page_bytes)
             self._call("cuMemSetAccess", self.own_address, page_bytes, writable, 1)
-            undo.callback(self._uncover_all)
+            undo.callback(self.uncover, address, size_bytes)
             for page_address in self.addresses[::page_bytes]:
                 self._alias(page_address)
             self._call("cuMemSetAccess", address, size_bytes, writable, 1)
             undo.pop_all()
 
-    def cover(self, address: int) -> None:
-        """Stand behind one unmapped page."""
-        self._alias(address)
-        self._call("cuMemSetAccess", address, self._page_bytes, self._access, 1)
-
-    def cover_if_possible(self, address: int) -> None:
-        """Stand behind a page that was just unmapped. It is unmapped either way, so a failure costs the net only."""
+    def cover_if_possible(self, address: int, size_bytes: int) -> None:
+        """Stand behind pages that were just unmapped. They are unmapped either way: a failure costs the net only."""
         try:
-            self.cover(address)
+            try:
+                for page_address in range(address, address + size_bytes, self._page_bytes):
+                    if not self._covered[self._page_of(page_address)]:
+                        self._alias(page_address)
+                self._call("cuMemSetAccess", address, size_bytes, self._access, 1)
+            except (DeviceMemoryError, DriverError):
+                self.uncover(address, size_bytes)
+                raise
         except (DeviceMemoryError, DriverError) as error:
             log.warning(
-                "no guard page behind %#x: a stray access there would fault until it is mapped. %s", address, error
-            )
+                "no guard page behind %#x and the %d bytes from there: a stray access would fault until they are"
+                " mapped. %s",
+                address, size_bytes, error,
+            )  # fmt: skip
 
-    def uncover(self, address: int) -> bool:
-        """Step away from one page; False if the guard was not there."""
-        page = self._page_of(address)
-        if not self._covered[page]:
-            return False
-        self._call("cuMemUnmap", address, self._page_bytes)
-        self._covered[page] = False
-        return True
+    def uncover(self, address: int, size_bytes: int) -> None:
+        """Step away from these pages, where the guard stands behind them."""
+        first = self._page_of(address)
+        for start, size in list(self._covered_runs(first, first + size_bytes // self._page_bytes)):
+            self._call("cuMemUnmap", start, size)
+            page = self._page_of(start)
+            self._covered[page : page + size // self._page_bytes] = bytes(size // self._page_bytes)
 
     def seal(self, read_only: list[Any]) -> None:
         """Refuse writes from now on; mapped pages are not touched."""
         self._access = read_only
-        for address, size_bytes in self._covered_runs():
+        for address, size_bytes in self._covered_runs(0, len(self._covered)):
             self._call("cuMemSetAccess", address, size_bytes, read_only, 1)
 
     def remove(self) -> None:
         """Give everything back; the range has no mapping afterwards."""
-        self._uncover_all()
+        self.uncover(self.addresses.start, len(self.addresses))
         self._call("cuMemUnmap", self.own_address, self._page_bytes)
         self._call("cuMemAddressFree", self.own_address, self._page_bytes)
         self._call("cuMemRelease", self._handle)
@@ -379,20 +380,14 @@ class _Guard:
         self._call("cuMemMap", address, self._page_bytes, 0, self._handle, 0)
         self._covered[self._page_of(address)] = True
 
-    def _uncover_all(self) -> None:
-        for address, size_bytes in list(self._covered_runs()):
-            self._call("cuMemUnmap", address, size_bytes)
-            first = self._page_of(address)
-            self._covered[first : first + size_bytes // self._page_bytes] = bytes(size_bytes // self._page_bytes)
-
-    def _covered_runs(self) -> Iterator[tuple[int, int]]:
-        """(address, bytes) of the neighbouring pages that the guard stands behind."""
-        start = self._covered.find(True)
+    def _covered_runs(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """(address, bytes) of the neighbouring pages, from the first to before the last, that it stands behind."""
+        start = self._covered.find(True, first, last)
         while start >= 0:
-            stop = self._covered.find(False, start)
-            stop = len(self._covered) if stop < 0 else stop
+            stop = self._covered.find(False, start, last)
+            stop = last if stop < 0 else stop
             yield self.addresses[start * self._page_bytes], (stop - start) * self._page_bytes
-            start = self._covered.find(True, stop)
+            start = self._covered.find(True, stop, last)
 
     def _page_of(self, address: int) -> int:
         return (address - self.addresses.start) // self._page_bytes

@@ -116,25 +116,25 @@ class HostBackend:
         except OSError as error:
             raise self._failed(error, "munmap", size_bytes) from error
 
-    def map(self, address: int, page_bytes: int) -> None:
+    def map(self, address: int, size_bytes: int, page_bytes: int) -> None:
         try:
-            self._libc.mprotect(address, page_bytes, _PROT_READ_WRITE)
+            self._libc.mprotect(address, size_bytes, _PROT_READ_WRITE)
         except OSError as error:
-            raise self._failed(error, "mprotect", page_bytes) from error
-        self._mapped_bytes += page_bytes
+            raise self._failed(error, "mprotect", size_bytes) from error
+        self._mapped_bytes += size_bytes
 
-    def unmap(self, address: int, page_bytes: int) -> None:
+    def unmap(self, address: int, size_bytes: int, page_bytes: int) -> None:
         # Protection first: a stray write between the two calls then faults instead of taking memory again.
         try:
-            self._libc.mprotect(address, page_bytes, _PROT_NONE)
+            self._libc.mprotect(address, size_bytes, _PROT_NONE)
             try:
-                self._libc.madvise(address, page_bytes, mmap.MADV_DONTNEED)
+                self._libc.madvise(address, size_bytes, mmap.MADV_DONTNEED)
             except OSError:
-                self._libc.mprotect(address, page_bytes, _PROT_READ_WRITE)
+                self._libc.mprotect(address, size_bytes, _PROT_READ_WRITE)
                 raise
         except OSError as error:
-            raise self._failed(error, "unmapping", page_bytes, memory=False) from error
-        self._mapped_bytes -= page_bytes
+            raise self._failed(error, "unmapping", size_bytes, memory=False) from error
+        self._mapped_bytes -= size_bytes
 
     def zero(self, spans: Sequence[tuple[int, int]]) -> None:
         for address, size_bytes in spans:

@@ -49,13 +49,13 @@ class FailingBackend:
     def release(self, address: int, size_bytes: int) -> None:
         self._backend.release(address, size_bytes)
 
-    def map(self, address: int, page_bytes: int) -> None:
+    def map(self, address: int, size_bytes: int, page_bytes: int) -> None:
         self._count()
-        self._backend.map(address, page_bytes)
+        self._backend.map(address, size_bytes, page_bytes)
 
-    def unmap(self, address: int, page_bytes: int) -> None:
+    def unmap(self, address: int, size_bytes: int, page_bytes: int) -> None:
         self._count()
-        self._backend.unmap(address, page_bytes)
+        self._backend.unmap(address, size_bytes, page_bytes)
 
     def zero(self, spans: Sequence[tuple[int, int]]) -> None:
         self._count()
@@ -224,25 +224,39 @@ def _check_a_map_that_fails_leaves_everything_as_it_was(it: _Subject) -> None:
         else:
             break
     it.backend.fail_at = None
-    _equal("calls of a map of three new pages", fail_at, 4)
+    _equal("calls of a map of three new pages, two of them neighbours", fail_at, 3)
     _equal("pages created once nothing fails", created, 3)
     _equal("the ends of a page then", it.ends_of(5), (0, 0))
     _equal("pages removed then", arena.unmap(ranges), 3)
 
 
-def _check_a_page_that_cannot_be_unmapped_is_zero_when_it_is_mapped_again(it: _Subject) -> None:
+def _check_pages_that_cannot_be_unmapped_are_zero_when_they_are_mapped_again(it: _Subject) -> None:
     arena = it.arena
-    arena.map([range(3)])
-    it.fill(1, 33)
+    arena.map([range(7)])
+    it.fill(3, 33)
     it.backend.make_error = lambda: DriverError("injected")
     it.backend.fail_at = 1
-    _raises("unmapping a page that the driver keeps", DriverError, lambda: arena.unmap([range(3)]))
-    _equal("resident pages after it", arena.num_resident_pages, 1)
-    _equal("pages that mapping it again would create", arena.new_pages([range(1, 2)]), 1)
-    arena.map([range(1, 2)])
-    _equal("resident pages then", arena.num_resident_pages, 1)
-    _equal("its ends then", it.ends_of(1), (0, 0))
-    _equal("pages removed", arena.unmap([range(1, 2)]), 1)
+    apart = [range(1), range(2, 5), range(6, 7)]
+    _raises("unmapping pages that the driver keeps", DriverError, lambda: arena.unmap(apart))
+    _equal("resident pages after it, of them two in use", arena.num_resident_pages, 5)
+    _equal("pages that mapping one of them again would create", arena.new_pages([range(3, 4)]), 1)
+    arena.map([range(2, 4)])
+    _equal("resident pages then", arena.num_resident_pages, 5)
+    _equal("the ends of it then", it.ends_of(3), (0, 0))
+    _equal("pages removed, with one that was in use between them", arena.unmap([range(1, 4)]), 3)
+    _equal("resident pages after that", arena.num_resident_pages, 2)
+
+
+def _check_neighbours_come_and_go_one_by_one(it: _Subject) -> None:
+    arena = it.arena
+    _equal("pages mapped together", arena.map([range(8)]), 8)
+    for page in (3, 0, 7):
+        _equal("pages removed alone", arena.unmap([range(page, page + 1)]), 1)
+    for page in (1, 2, 4, 5, 6):
+        it.fill(page, page)
+    _equal("pages mapped one by one", [arena.map([range(page, page + 1)]) for page in (3, 0, 7)], [1, 1, 1])
+    _equal("what the others hold", [it.ends_of(page)[0] for page in range(8)], [0, 1, 2, 0, 4, 5, 6, 0])
+    _equal("pages removed together", arena.unmap([range(8)]), 8)
 
 
 def _check_what_cannot_be_is_refused_and_changes_nothing(it: _Subject) -> None:
@@ -309,7 +323,8 @@ _CHECKS = (
     _check_a_shared_page_stays_until_its_last_reference,
     _check_a_page_named_twice_has_two_references,
     _check_a_map_that_fails_leaves_everything_as_it_was,
-    _check_a_page_that_cannot_be_unmapped_is_zero_when_it_is_mapped_again,
+    _check_pages_that_cannot_be_unmapped_are_zero_when_they_are_mapped_again,
+    _check_neighbours_come_and_go_one_by_one,
     _check_what_cannot_be_is_refused_and_changes_nothing,
     _check_any_thread_may_map,
     _check_pages_are_writable_after_the_guard_is_sealed,

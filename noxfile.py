@@ -507,7 +507,7 @@ SPEED = {
     "serve_speed": ("--vllm", "--sglang", "--ttft"),
     "growth": (),
     "driver_costs": (),
-    "neighbour": ("--vllm",),
+    "neighbour": ("--vllm", "--sglang"),
     "three_models": ("--vllm",),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ STUBBORN = (
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    # A shell starts background jobs with SIGINT ignored, which the servers would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     servers = []
 
     def start(*words: str) -> Server:

@@ -274,6 +274,24 @@ def test_retired_extents_are_absent_only_once_they_are_unmapped():
     assert scene.space.extents.num_moving == 0
 
 
+def test_an_idle_engine_leaves_the_interpreter_to_what_is_being_unmapped():
+    scene = Scene()
+    scene.tick(demand(1000, running=10))
+    scene.hands.on_wait = lambda: None
+    scene.hands.owed_bytes = 3 * EXTENT_BYTES
+    scene.hands.say()
+    for wanted, waits in ((demand(10, running=1), 0), (demand(0), 1)):  # work is not held up
+        before = scene.hands.waits
+        scene.tick(wanted)
+        assert scene.space.departures
+        assert scene.hands.waits == before + waits
+    scene.hands.owed_bytes = 0
+    scene.hands.carry_out()
+    before = scene.hands.waits
+    scene.tick()
+    assert scene.hands.waits == before
+
+
 def fill_cache(scene: Scene, num_tokens: int) -> None:
     """Resident pages whose content is cached, oldest first."""
     pages = scene.space.free_list.alloc(num_tokens).tolist()

@@ -208,7 +208,7 @@ def test_no_query_disturbs_a_capture_in_another_thread(driver: FakeDriver) -> No
     assert arena.map([range(4)]) == 4
     arena.close()
     assert driver.capture == "on"
-    driver.cuCtxPushCurrent(backend._context)
+    driver.cuCtxPushCurrent(backend._driver.context)
     assert driver.cuEventQuery(next(iter(driver.events)))[0] == CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
     driver.cuCtxPopCurrent()
 
@@ -350,6 +350,18 @@ def test_a_thread_that_cannot_be_restored_is_lost(driver: FakeDriver, name: str)
     driver.inject(last, CUresult.CUDA_ERROR_INVALID_CONTEXT)
     with pytest.raises(InvariantError, match=rf"{name} failed.*another device than it believes"):
         fence.done()
+
+
+def test_a_thread_that_is_lost_while_a_shortage_is_told_of_is_lost(
+    driver: FakeDriver, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pop = driver.cuCtxPopCurrent
+    answers = iter([(CUresult.CUDA_ERROR_INVALID_CONTEXT, None)])
+    for expected, message in ((DeviceMemoryError, "The driver reports"), (InvariantError, "another device than it")):
+        driver.inject(["cuCtxPushCurrent", "cuMemCreate"].index("cuMemCreate"))
+        with pytest.raises(expected, match=message):
+            arena.map([range(1)])
+        monkeypatch.setattr(driver, "cuCtxPopCurrent", lambda: next(answers, None) or pop())
 
 
 def test_a_failure_inside_restores_the_thread(driver: FakeDriver) -> None:

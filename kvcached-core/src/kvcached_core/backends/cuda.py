@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from kvcached_core.backends.base import DeviceMemory, hookimpl
-from kvcached_core.backends.driver import Driver, load_driver
+from kvcached_core.backends.driver import Driver, Entered, load_driver
 from kvcached_core.errors import DeviceMemoryError, DriverError, InvariantError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ class CudaBackend:
         self._read_only = _access(module, self._properties, flags.CU_MEM_ACCESS_FLAGS_PROT_READ)
         self._guards: list[_Guard] = []
         self._spare_events: list[Any] = []
-        self._context = self._driver.context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        self._driver.context = self._call("cuDevicePrimaryCtxRetain", self._device)
         try:
-            with self._entered():
+            with self._driver.entered():
                 self._stream = self._call("cuStreamCreate", int(module.CUstream_flags.CU_STREAM_NON_BLOCKING))
         except BaseException:
             self._call("cuDevicePrimaryCtxRelease", self._device)
@@ -76,11 +76,11 @@ class CudaBackend:
         return torch.device("cuda", self._ordinal)
 
     def reserve(self, size_bytes: int, alignment_bytes: int) -> int:
-        with self._entered():
+        with self._driver.entered():
             return int(self._call("cuMemAddressReserve", size_bytes, alignment_bytes, 0, 0))
 
     def release(self, address: int, size_bytes: int) -> None:
-        with self._entered():
+        with self._driver.entered():
             guard = self._guard_of(address)
             if guard is not None:
                 guard.remove()
@@ -91,7 +91,7 @@ class CudaBackend:
         guard = self._guard_of(address)
         addresses = range(address, address + size_bytes, page_bytes)
         handles: list[Any] = []
-        with self._entered(), ExitStack() as undo:
+        with self._driver.entered(), ExitStack() as undo:
             undo.callback(self._release_all, handles)
             for _ in addresses:
                 handles.append(self._call("cuMemCreate", page_bytes, self._properties, 0))
@@ -107,7 +107,7 @@ class CudaBackend:
 
     def unmap(self, address: int, size_bytes: int, page_bytes: int) -> None:
         guard = self._guard_of(address)
-        with self._entered():
+        with self._driver.entered():
             self._call("cuMemUnmap", address, size_bytes)
             if guard is not None:
                 guard.cover_if_possible(address, size_bytes)
@@ -129,9 +129,7 @@ class CudaBackend:
         return CudaFence(events, self._event_done, self._spare_events)
 
     def memory(self) -> DeviceMemory:
-        with self._entered():
-            free_bytes, total_bytes = self._call("cuMemGetInfo")
-        return DeviceMemory(int(free_bytes), int(total_bytes))
+        return DeviceMemory(*self._driver.memory())
 
     def tensor(self, address: int, size_bytes: int) -> torch.Tensor:
         import torch
@@ -150,7 +148,7 @@ class CudaBackend:
             def deallocate(self, *_: Any, **__: Any) -> None:
                 """Nothing is owned."""
 
-        with self._entered():
+        with self._driver.entered():
             return torch.from_dlpack(Buffer.from_handle(address, size_bytes, mr=Borrowed())).view(torch.int8)
 
     def set_guard(self, address: int, size_bytes: int, page_bytes: int, *, writable: bool) -> None:
@@ -167,17 +165,14 @@ class CudaBackend:
         if self._closed:
             return
         self._closed = True
-        with self._entered():
+        with self._driver.entered():
             while self._spare_events:
                 self._call("cuEventDestroy", self._spare_events.pop())
             self._call("cuStreamDestroy", self._stream)
         self._call("cuDevicePrimaryCtxRelease", self._device)
 
-    def _entered(self) -> _Entered:
-        return _Entered(self._driver, self._context)
-
     def _undisturbing(self) -> _Undisturbing:
-        return _Undisturbing(self._driver, self._context)
+        return _Undisturbing(self._driver)
 
     def _release_all(self, handles: list[Any]) -> None:
         """What is mapped then belongs to its mapping, and the rest is gone."""
@@ -261,32 +256,7 @@ def current_device_id(driver: Any = None) -> str:
     return _uuid_of(module, device)
 
 
-class _Entered:
-    """Within, the device's context is current in this thread.
-
-    Raises:
-        DriverError: It could not be entered; the thread is as it was.
-        InvariantError: It could not be left. What this thread does from now on may reach the wrong device.
-    """
-
-    def __init__(self, driver: Driver, context: Any) -> None:
-        self._driver = driver
-        self._context = context
-
-    def __enter__(self) -> None:
-        self._driver.call("cuCtxPushCurrent", self._context)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._leave("cuCtxPopCurrent")
-
-    def _leave(self, name: str, *arguments: Any) -> None:
-        try:
-            self._driver.call(name, *arguments)
-        except (DeviceMemoryError, DriverError) as error:
-            raise InvariantError(f"{error} This thread may now use another device than it believes: end it.") from error
-
-
-class _Undisturbing(_Entered):
+class _Undisturbing(Entered):
     """Within, also, nothing that this thread does can break a graph capture of another thread.
 
     Source: CUDA Driver API, ``cuThreadExchangeStreamCaptureMode``. Event queries and stream synchronisation need
@@ -340,14 +310,13 @@ class _Guard:
     def cover_if_possible(self, address: int, size_bytes: int) -> None:
         """Stand behind pages that were just unmapped. They are unmapped either way: a failure costs the net only."""
         try:
-            try:
+            with ExitStack() as undo:
+                undo.callback(self.uncover, address, size_bytes)
                 for page_address in range(address, address + size_bytes, self._page_bytes):
                     if not self._covered[self._page_of(page_address)]:
                         self._alias(page_address)
                 self._call("cuMemSetAccess", address, size_bytes, self._access, 1)
-            except (DeviceMemoryError, DriverError):
-                self.uncover(address, size_bytes)
-                raise
+                undo.pop_all()
         except (DeviceMemoryError, DriverError) as error:
             log.warning(
                 "no guard page behind %#x and the %d bytes from there: a stray access would fault until they are"

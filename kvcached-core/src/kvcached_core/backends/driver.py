@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import TracebackType
 from typing import Any
 
-from kvcached_core.errors import DeviceMemoryError, DriverError, UnsupportedError
+from kvcached_core.errors import DeviceMemoryError, DriverError, InvariantError, UnsupportedError
 from kvcached_core.sizes import format_bytes
 
 # A kernel of this process failed earlier; every later call of the context reports it.
@@ -30,6 +31,8 @@ _CONTEXT_LOST = frozenset(
 _CONTEXT_GONE = frozenset(
     f"CUDA_ERROR_{name}" for name in ("CONTEXT_IS_DESTROYED", "DEINITIALIZED", "INVALID_CONTEXT", "NOT_INITIALIZED")
 )
+# How much is free is asked with these: where one of them fails, it is not known.
+_QUERIES = frozenset(("cuCtxPushCurrent", "cuCtxPopCurrent", "cuMemGetInfo"))
 
 
 def load_driver(module: Any = None) -> Any:
@@ -91,11 +94,26 @@ class Driver:
         if result != self._success:
             raise self._failure(name, result.name)
 
+    def entered(self) -> Entered:
+        """Within, the device's context is current in this thread."""
+        return Entered(self)
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of this device. The driver's query takes no device, so its context is entered for it.
+
+        Raises:
+            DeviceMemoryError, DriverError: The driver does not say.
+            InvariantError: The context could not be left.
+        """
+        with self.entered():
+            free_bytes, total_bytes = self.call("cuMemGetInfo")
+        return int(free_bytes), int(total_bytes)
+
     def _failure(self, name: str, result: str) -> DeviceMemoryError | DriverError:
         message = f"{name} failed on {self.device_id}: {result}."
         if result == "CUDA_ERROR_OUT_OF_MEMORY":
             return DeviceMemoryError(
-                f"{message} {self._free_memory()} A process outside kvcached may hold memory here: stop it, or raise"
+                f"{message} {self._free_memory(name)} A process outside kvcached may hold memory here: stop it, or raise"
                 " KVCACHED_HEADROOM."
             )
         if result in _CONTEXT_LOST:
@@ -106,14 +124,37 @@ class Driver:
             )
         return DriverError(message, call=name, result=result, device_id=self.device_id)
 
-    def _free_memory(self) -> str:
+    def _free_memory(self, failed: str) -> str:
         if self.context is None:
             return "How much is free there is not known: this process has no context of it."
-        # cuMemGetInfo takes no device: it answers for the current context's.
-        (result,) = self.module.cuCtxPushCurrent(self.context)
-        if result == self._success:
-            result, free_bytes, total_bytes = self.module.cuMemGetInfo()
-            self.module.cuCtxPopCurrent()
-        if result != self._success:
-            return f"The driver does not say how much is free ({result.name})."
+        if failed in _QUERIES:
+            return "How much is free there is not known."
+        try:
+            free_bytes, total_bytes = self.memory()
+        except (DeviceMemoryError, DriverError) as error:
+            return f"How much is free there is not known: {error}"
         return f"The driver reports {format_bytes(free_bytes)} of {format_bytes(total_bytes)} free."
+
+
+class Entered:
+    """Within, a device's context is current in this thread.
+
+    Raises:
+        DriverError: It could not be entered; the thread is as it was.
+        InvariantError: It could not be left. What this thread does from now on may reach the wrong device.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def __enter__(self) -> None:
+        self._driver.call("cuCtxPushCurrent", self._driver.context)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._leave("cuCtxPopCurrent")
+
+    def _leave(self, name: str, *arguments: Any) -> None:
+        try:
+            self._driver.call(name, *arguments)
+        except (DeviceMemoryError, DriverError) as error:
+            raise InvariantError(f"{error} This thread may now use another device than it believes: end it.") from error

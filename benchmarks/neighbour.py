@@ -26,10 +26,21 @@ from kvcached_core.account import Account
 from kvcached_core.backends import Backend, load_backend
 from kvcached_core.ledger import Ledger
 
-from benchmarks.serving import ROOT, TOKEN_BYTES, Side, runtime_dir, setup, start, wait_ready, write
+from benchmarks.serving import (
+    ROOT,
+    TOKEN_BYTES,
+    Side,
+    add_engine_arguments,
+    engines_named,
+    runtime_dir,
+    setup,
+    start,
+    wait_ready,
+    write,
+)
 from tests.e2e.ballast import ballast
 from tests.e2e.client import MODEL, Client
-from tests.e2e.engines import ENGINES, Installed
+from tests.e2e.engines import Installed
 from tests.e2e.readings import Nvml, Readings, withheld_bytes
 from tests.e2e.readings import statistics as statistics_of
 from tests.e2e.run import ACTIVE_LINE
@@ -155,17 +166,17 @@ def percentile(values: Sequence[float], part: float) -> float:
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
-def _table(demands: Mapping[str, Sequence[dict[str, float]]], second: dict[str, Any] | None) -> Iterator[str]:
+def _table(document: Mapping[str, Any]) -> Iterator[str]:
     yield "| idle engine | demands | free in the driver | median ms | p99 ms | goal |"
     yield "| --- | --- | --- | --- | --- | --- |"
-    for engine, found in demands.items():
+    for engine, found in document["demands"].items():
         for name in ("half", "whole"):
             values = [each[name] for each in found]
             median, p99 = statistics.median(values), percentile(values, 0.99)
             verdict = "met" if median <= GOALS_MS["p50"] and p99 <= GOALS_MS["p99"] else "missed"
             goal = f"{GOALS_MS['p50']}, {GOALS_MS['p99']}: {verdict}" if name == "half" else "-"
             yield f"| {engine} | {len(found)} | {name} of what was asked | {median:.0f} | {p99:.0f} | {goal} |"
-    if second:
+    if second := document["second"]:
         served = "serves" if second["answered"] else "does not serve"
         yield ""
         yield (
@@ -177,28 +188,28 @@ def _table(demands: Mapping[str, Sequence[dict[str, float]]], second: dict[str, 
 def main() -> int:
     """Measure one GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ENGINES:
-        parser.add_argument(f"--{name}", metavar="PYTHON", help=f"interpreter of an environment with {name}")
+    add_engine_arguments(parser)
     parser.add_argument("--repeats", type=int, default=NUM_REPEATS)
     parser.add_argument("--no-second-start", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    installed = [
-        Installed.find(engine, python) for name, engine in ENGINES.items() if (python := getattr(arguments, name))
-    ]
-    document = {"setup": {**setup(*installed), "KV": f"{KV_BYTES >> 30} GiB virtual"}, "demands": {}, "second": None}
-    for each in installed:
-        name = each.engine.name
+    installed = {each.engine.name: each for each in engines_named(arguments)}
+    document: dict[str, Any] = {
+        "setup": {**setup(*installed.values()), "KV": f"{KV_BYTES >> 30} GiB virtual"},
+        "demands": {},
+        "second": None,
+    }
+    for name, each in installed.items():
         side = start(each, f"neighbour-{name}", out, elastic=True, flags=FLAGS[name])
         with side.server:
             wait_ready([side])
             document["demands"][name] = measure(side, each, out, arguments.repeats)
-        write(out, "neighbour", document, _table(document["demands"], None))  # kept, whatever comes of the rest
-    if arguments.vllm and not arguments.no_second_start:
-        document["second"] = second_start(installed[0], out)
-        write(out, "neighbour", document, _table(document["demands"], document["second"]))
+        write(out, "neighbour", document, _table(document))  # kept, whatever comes of the rest
+    if "vllm" in installed and not arguments.no_second_start:
+        document["second"] = second_start(installed["vllm"], out)
+        write(out, "neighbour", document, _table(document))
     return 0
 
 

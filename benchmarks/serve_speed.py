@@ -25,6 +25,8 @@ from benchmarks.serving import (
     Load,
     Measured,
     Side,
+    add_engine_arguments,
+    engines_named,
     measured,
     runtime_dir,
     setup,
@@ -33,7 +35,6 @@ from benchmarks.serving import (
     wait_ready,
     write,
 )
-from tests.e2e.engines import ENGINES, Installed
 from tests.e2e.readings import Readings
 
 LOADS = (
@@ -52,9 +53,7 @@ def main() -> int:
     arguments = _parser().parse_args()
     out: Path = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    installed = [
-        Installed.find(engine, python) for name, engine in ENGINES.items() if (python := getattr(arguments, name))
-    ]
+    installed = engines_named(arguments)
     with ExitStack() as stack:
         pairs, clients = {}, {}
         for each in installed:
@@ -142,8 +141,7 @@ def _row(name: str, runs: Mapping[str, list[dict[str, float]]]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ENGINES:
-        parser.add_argument(f"--{name}", metavar="PYTHON", help=f"interpreter of an environment with {name}")
+    add_engine_arguments(parser)
     parser.add_argument("--ttft", action="store_true", help="also the first token of a 16k-token prompt")
     parser.add_argument("--rounds", type=int, default=1, help="of native, elastic, elastic, native")
     parser.add_argument("--out", type=Path, required=True)

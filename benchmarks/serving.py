@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.client import MODEL, Client
-from tests.e2e.engines import Installed
+from tests.e2e.engines import ENGINES, Installed
 from tests.e2e.readings import Nvml
 from tests.e2e.server import Server, free_port
 from tests.models.families import make_shape
@@ -196,6 +197,17 @@ def measured(report: Mapping[str, Any]) -> Measured:
         median_ttft_ms=report["median_ttft_ms"],
         p99_ttft_ms=report["p99_ttft_ms"],
     )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--vllm PYTHON`` and ``--sglang PYTHON``."""
+    for name in ENGINES:
+        parser.add_argument(f"--{name}", metavar="PYTHON", help=f"interpreter of an environment with {name}")
+
+
+def engines_named(arguments: argparse.Namespace) -> list[Installed]:
+    """Every engine whose interpreter was given."""
+    return [Installed.find(engine, python) for name, engine in ENGINES.items() if (python := getattr(arguments, name))]
 
 
 def start(

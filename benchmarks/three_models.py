@@ -100,9 +100,6 @@ def run_arm(arm: str, installed: Installed, clients: Sequence[BenchmarkClient], 
 
 
 def _table(arms: dict[str, Any]) -> Iterator[str]:
-    if "elastic" not in arms:
-        yield "The static split is measured, the elastic arm is not."
-        return
     static, elastic = arms["static"], arms["elastic"]
     lower = static["ttft_seconds"]["p99"] / elastic["ttft_seconds"]["p99"]
     more = elastic["output_tokens_per_second"] / static["output_tokens_per_second"]
@@ -136,7 +133,7 @@ def main() -> int:
         clients = [stack.enter_context(BenchmarkClient(installed, log)) for log in logs]
         for arm in ("static", "elastic"):
             document[arm] = run_arm(arm, installed, clients, out)
-            write(out, "three_models", document, _table(document))
+            write(out, "three_models", document, _table(document) if "elastic" in document else ())
     return 0
 
 

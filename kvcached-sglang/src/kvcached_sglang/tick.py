@@ -149,15 +149,10 @@ class Ticker:
             self._trim()
         self._set_credit()
         self._note_starvation()
-        if self._departing and not demand.busy:
+        if self._trimmer.under_way and not demand.busy:
             # SGLang's idle loop never sleeps, and each driver call of the hands waits for a turn of it until it has the
             # interpreter back: 260 us a call on a CPU, where the call itself took 7.
             self._hands.wait(IDLE_SECONDS)
-
-    @property
-    def _departing(self) -> bool:
-        """Whether extents are being unmapped."""
-        return any(space.departures for space in self._spaces)
 
     @property
     def growable_bytes(self) -> int:

@@ -98,6 +98,11 @@ class Trimmer:
         return max(0, owed)
 
     @property
+    def under_way(self) -> bool:
+        """Whether any extent is on its way out."""
+        return any(space.departures for space in self._spaces)
+
+    @property
     def makes_room(self) -> bool:
         """Whether extents of one space are leaving for another's sake."""
         return any(departure.makes_room for space in self._spaces for departure in space.departures)

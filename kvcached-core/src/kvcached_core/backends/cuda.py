@@ -24,7 +24,7 @@ from uuid import UUID
 
 from kvcached_core.backends.base import DeviceMemory, hookimpl
 from kvcached_core.backends.driver import Driver, Entered, load_driver
-from kvcached_core.errors import DeviceMemoryError, DriverError, InvariantError, UnsupportedError
+from kvcached_core.errors import DeviceMemoryError, DriverError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch

@@ -113,8 +113,8 @@ class Driver:
         message = f"{name} failed on {self.device_id}: {result}."
         if result == "CUDA_ERROR_OUT_OF_MEMORY":
             return DeviceMemoryError(
-                f"{message} {self._free_memory(name)} A process outside kvcached may hold memory here: stop it, or raise"
-                " KVCACHED_HEADROOM."
+                f"{message} {self._free_memory(name)} A process outside kvcached may hold memory here: stop it, or"
+                " raise KVCACHED_HEADROOM."
             )
         if result in _CONTEXT_LOST:
             message += " An earlier kernel of this process failed and took its context along: restart the engine."

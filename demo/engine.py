@@ -37,7 +37,10 @@ class Answer:
 
 
 class Engine:
-    """A server in a process group of its own, reached over a Unix socket in ``folder``."""
+    """A server in a process group of its own, reached over a Unix socket in ``folder``.
+
+    Its temporary files go there too: vLLM leaves its processes' sockets behind, however it ends.
+    """
 
     def __init__(
         self, name: str, model: Path, flags: list[str], *, folder: Path, log: Path, environ: Mapping[str, str]
@@ -52,7 +55,7 @@ class Engine:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environ},
+                env={**os.environ, "TMPDIR": str(folder), **environ},
                 start_new_session=True,  # a Ctrl-C is for the demo, which then stops the servers in order
             )
         self._client = httpx.Client(

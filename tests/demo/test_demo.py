@@ -175,7 +175,10 @@ def test_stopping_ends_a_child_that_ignores_signals(fake_server, tmp_path, monke
 
 
 def test_an_interrupt_stops_the_servers_and_leaves_nothing(fake_server, tmp_path):
-    fake_server("print(os.getpid(), sys.argv[sys.argv.index('--uds') + 1], flush=True); time.sleep(600)")
+    fake_server(
+        "import tempfile; _, kept = tempfile.mkstemp()\n"
+        "print(os.getpid(), sys.argv[sys.argv.index('--uds') + 1], kept, flush=True); time.sleep(600)"
+    )
     output = tmp_path / "out"
     command = [sys.executable, "-m", "demo", "--quick", "--model", "/model", "--output", str(output)]
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
@@ -185,9 +188,10 @@ def test_an_interrupt_stops_the_servers_and_leaves_nothing(fake_server, tmp_path
     said, _ = demo.communicate(timeout=60)
     assert demo.returncode == 130, said
     assert "nothing is left" in said
-    for pid, socket in started:
+    for pid, socket, kept in started:
         assert not _runs(int(pid))
         assert not Path(socket).parent.exists()
+        assert not Path(kept).exists()
 
 
 def _wait_for_text(file: Path) -> str:

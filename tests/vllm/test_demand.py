@@ -64,6 +64,25 @@ def test_a_prompt_counts_in_whatever_queue_it_waits(name: str) -> None:
     assert demand.next_steps_blocks() == 11 + 4
 
 
+def test_a_full_step_takes_as_many_prompts_as_it_has_tokens_for() -> None:
+    scheduler = Waiting("waiting")
+    demand = Demand(scheduler)  # type: ignore[arg-type]
+    assert demand.full_step_blocks() == 0
+    scheduler.waiting.add_request(request(20))
+    assert demand.full_step_blocks() == 1
+    for _ in range(2):
+        scheduler.waiting.add_request(request(20))
+    assert demand.full_step_blocks() == 3
+    for _ in range(5):
+        scheduler.waiting.add_request(request(20))
+    assert demand.full_step_blocks() == 6
+    scheduler.running = [request(1)] * 3
+    assert demand.full_step_blocks() == 3 + 6
+    assert demand.next_steps_blocks() >= demand.full_step_blocks()  # what a step waits for is asked for
+    scheduler.waiting.prepend_request(request(320))  # computed over several steps, and admitted whole
+    assert demand.full_step_blocks() == 3 + 11
+
+
 def test_of_a_prompt_that_holds_blocks_what_is_left_counts() -> None:
     scheduler = Waiting("waiting", "kv_holding_waiting")
     held = request(320)

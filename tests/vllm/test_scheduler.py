@@ -137,6 +137,16 @@ def test_a_long_prompt_gets_its_memory(scene: Scene) -> None:
     assert scene.num_resident_blocks >= 1000 // TOKENS
 
 
+def test_prompts_that_come_at_once_are_computed_in_one_step(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of them would else wait for the memory that a step in between lets arrive."""
+    monkeypatch.setattr(scheduler, "ALONE_WAIT_SECONDS", 10.0)
+    monkeypatch.setattr(scene.scheduler, "_may_gain", lambda: False)  # no head start
+    burst = [scene.add(str(number), 80) for number in range(12)]
+    assert scene.num_resident_blocks < 12 * 80 // TOKENS
+    output = scene.scheduler.schedule()
+    assert output.num_scheduled_tokens == {request.request_id: 80 for request in burst}
+
+
 def test_a_session_gets_memory_for_the_long_prompt_that_it_goes_on_with(scene: Scene) -> None:
     """It holds blocks already, so it waits in a queue of its own."""
     session = scene.add("session", 40, resumable=True)

@@ -50,16 +50,24 @@ class Demand:
 
     def next_step_blocks(self) -> int:
         """What the next step needs so as to neither preempt nor turn the first waiting prompt away."""
-        begun = self._size.more_blocks(min(self._begun_tokens(), self._max_step_tokens))
-        return self._running_blocks() + begun + self._head_blocks()
+        return self._running_blocks() + self._begun_blocks() + self._head_blocks()
+
+    def full_step_blocks(self) -> int:
+        """What the next step takes where memory turns none of the waiting prompts away.
+
+        With fewer, vLLM computes some of them, and the others in a step more: of 47 prompts that came at once into an
+        idle engine, 9 found their blocks resident and 31 waited for a second step.
+        """
+        blocks, tokens = self._head()
+        return self._running_blocks() + self._begun_blocks() + blocks + self._more_prompts_blocks(blocks, tokens)
 
     def next_steps_blocks(self) -> int:
         """What the next few steps take: two blocks for each that runs, prompts begun, and as many as fit a step."""
-        head = self._head_blocks()
-        others = head * max(0, self._scheduler.get_request_counts()[1] - 1)
+        blocks, tokens = self._head()
+        others = min(blocks * self._num_behind_head(), self._size.blocks(self._max_step_tokens))
+        others = max(others, self._more_prompts_blocks(blocks, tokens))
         begun = self._size.more_blocks(self._begun_tokens())
-        known = 2 * self._running_blocks() + begun + head + min(others, self._size.blocks(self._max_step_tokens))
-        return max(known, self._turned_away_blocks)
+        return max(2 * self._running_blocks() + begun + blocks + others, self._turned_away_blocks)
 
     def turned_away(self, free_blocks: int) -> int:
         """A step ran nothing, with so many blocks free.
@@ -101,13 +109,30 @@ class Demand:
     def _running_blocks(self) -> int:
         return len(self._scheduler.running) * self._blocks_per_running
 
+    def _begun_blocks(self) -> int:
+        """Of prompts begun, what one step can compute."""
+        return self._size.more_blocks(min(self._begun_tokens(), self._max_step_tokens))
+
     def _head_blocks(self) -> int:
-        """Of the first request that waits, or the larger one where two queues have a first."""
+        return self._head()[0]
+
+    def _head(self) -> tuple[int, int]:
+        """Blocks and tokens of the first request that waits, or of the larger one where two queues have a first."""
         scheduler = self._scheduler
         admitted = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
         if scheduler.pause_state != PauseState.UNPAUSED or admitted >= self._max_admitted:
+            return 0, 0
+        firsts = ((self._admission_blocks(each), each.num_tokens - each.num_computed_tokens) for each in self._firsts())
+        return max(firsts, default=(0, 0))
+
+    def _more_prompts_blocks(self, head_blocks: int, head_tokens: int) -> int:
+        """Of the prompts that one step computes beside the first, were all of its size."""
+        if not head_tokens:
             return 0
-        return max(map(self._admission_blocks, self._firsts()), default=0)
+        return head_blocks * max(0, min(self._num_behind_head(), self._max_step_tokens // head_tokens - 1))
+
+    def _num_behind_head(self) -> int:
+        return max(0, self._scheduler.get_request_counts()[1] - 1)
 
     def _admission_blocks(self, request: Any) -> int:
         if request.num_computed_tokens:  # it holds blocks for these

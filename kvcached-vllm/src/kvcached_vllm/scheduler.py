@@ -91,7 +91,7 @@ class ElasticScheduling:
         with self._lock:
             if self._agent.may_grow:
                 wait_seconds = WAIT_SECONDS if self.running else ALONE_WAIT_SECONDS
-                self._agent.await_blocks(self._demand.next_step_blocks(), wait_seconds)
+                self._agent.await_blocks(self._demand.full_step_blocks(), wait_seconds)
             self._size_watermark()
             output = super().schedule(*args, **kwargs)  # type: ignore[misc]
             self._step += 1

@@ -507,6 +507,7 @@ SPEED = {
     "serve_speed": ("--vllm", "--sglang", "--ttft"),
     "growth": (),
     "driver_costs": (),
+    "busy_device": (),
     "neighbour": ("--vllm", "--sglang"),
     "three_models": ("--vllm",),
 }

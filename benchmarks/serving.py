@@ -45,13 +45,18 @@ FLAGS: Mapping[str, tuple[str, ...]] = {"vllm": VLLM_FLAGS, "sglang": SGLANG_FLA
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of one size, with so many at a time."""
+    """Requests of one size, with so many at a time.
+
+    Attributes:
+        grown: Measured also without a reset before.
+    """
 
     name: str
     num_prompts: int
     input_tokens: int
     output_tokens: int
     concurrency: int
+    grown: bool = False
 
 
 @dataclass(frozen=True)

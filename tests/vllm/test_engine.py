@@ -204,8 +204,8 @@ def test_a_request_that_can_never_fit_is_refused_with_the_figures_and_nothing_ha
 def test_a_ceiling_lowered_below_what_a_request_needs_makes_it_wait_and_says_so(pair: Pair) -> None:
     """Preempted, never killed; it goes on when the ceiling is raised, and the wait takes no processor time."""
     requests = prompts(1, 700, seed=62)
-    pair.native.ask("generate", prompts=requests, max_tokens=100)
-    pair.elastic.ask("generate", prompts=requests, max_tokens=100)
+    pair.native.ask("generate", prompts=requests, max_tokens=320)
+    pair.elastic.ask("generate", prompts=requests, max_tokens=320)
     until(lambda: member(pair.ledger, NAME).in_use_bytes > 2 * EXTENT, "load")
     pair.limit(2 * EXTENT)
     until(

@@ -14,6 +14,7 @@ from kvcached_core.config import Settings
 from kvcached_core.ledger import Ledger
 from kvcached_sglang.engine import Engine
 from kvcached_sglang.member import Member
+from kvcached_sglang.placement import LAYER_MAJOR
 from kvcached_sglang.refusals import refused_pools
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
@@ -31,7 +32,7 @@ def make(runtime_dir: Path) -> Iterator[Make]:
     def build(**more: str) -> tuple[Engine, Member]:
         settings = Settings.load({"KVCACHED_PAGE_SIZE": "4096", **more})
         members.append(join(runtime_dir, **more))
-        return Engine(settings, members[-1], "0"), members[-1]
+        return Engine(settings, members[-1], "0", LAYER_MAJOR), members[-1]
 
     yield build
     for member in members:

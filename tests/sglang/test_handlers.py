@@ -13,6 +13,7 @@ from kvcached_core.errors import LedgerError
 from kvcached_sglang import handlers
 from kvcached_sglang.engine import Engine
 from kvcached_sglang.handlers import Plugin
+from kvcached_sglang.placement import LAYER_MAJOR
 from kvcached_sglang.sizing import GIB
 from sglang.srt.runtime_context import get_context
 
@@ -120,7 +121,7 @@ class Scheduling:
         first = SimpleNamespace(rid="first", origin_input_ids=[7] * 98, output_ids=[7] * output)
         self.scheduler = SimpleNamespace(waiting_queue=[first], abort_request=self.ended.append)
         self.plugin = Plugin(Settings.load({}), "0", lambda *_: None)
-        engine = Engine(self.plugin._settings, None, "0")
+        engine = Engine(self.plugin._settings, None, "0", LAYER_MAJOR)
         engine.spaces["full"] = None
         engine.ticker = SimpleNamespace(starves=starves, ceiling_tokens=ceiling_tokens)
         engine._demand = SimpleNamespace(margin_tokens=2)

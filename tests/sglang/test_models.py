@@ -7,14 +7,14 @@ other; pages of several tokens are allocated by SGLang's other allocator.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.models.families import make_model
-from tests.sglang.engine import MIB, prompts
+from tests.sglang.engine import KIB, MIB, prompts
 from tests.sglang.pair import Pair, settings, started
 
 
@@ -27,17 +27,24 @@ class Case:
         layers: How many.
         low_ceiling: Under which sixteen requests of 260 tokens do not fit together, and one of 1400 does.
         flags: Of the engine.
+        settings: More settings of the elastic one.
     """
 
     family: str
     layers: int
     low_ceiling: int
-    flags: dict[str, Any]
+    flags: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
 
+
+# An extent is a page then, not one of each tensor: pages that make extents as many tokens long.
+TOKEN_MAJOR = {"KVCACHED_LAYOUT": "token-major", "KVCACHED_PAGE_SIZE": str(256 * KIB)}
 
 CASES = [
-    pytest.param(Case("window", 6, 8 * MIB, {}), id="window-pool"),
+    pytest.param(Case("window", 6, 8 * MIB), id="window-pool"),
     pytest.param(Case("gqa", 4, 9 * MIB, {"page_size": 16}), id="pages-of-16"),
+    pytest.param(Case("gqa", 4, 9 * MIB, {}, TOKEN_MAJOR), id="token-major"),
+    pytest.param(Case("window", 6, 8 * MIB, {"page_size": 16}, TOKEN_MAJOR), id="token-major-window-pool-pages-of-16"),
 ]
 
 
@@ -50,8 +57,13 @@ def case(request: pytest.FixtureRequest) -> Case:
 def pair(case: Case, tmp_path_factory: pytest.TempPathFactory, module_runtime_dir: Path) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("engines")
     make_model(case.family, folder / "model", num_layers=case.layers)
-    with started(folder / "model", folder, settings(module_runtime_dir), **case.flags) as parts:
+    with started(folder / "model", folder, settings(module_runtime_dir, **case.settings), **case.flags) as parts:
         yield Pair(*parts)
+
+
+def test_it_says_which_layout_it_has(engines: Pair, case: Case):
+    [line] = [line for line in engines.elastic.log_text().splitlines() if "is on: SGLang" in line]
+    assert f"layout {case.settings.get('KVCACHED_LAYOUT', 'layer-major')} (" in line
 
 
 def test_tokens_are_equal(engines: Pair):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from kvcached_core.backends.host import HostBackend
 from kvcached_core.errors import UnsupportedError
+from kvcached_sglang.placement import LAYER_MAJOR, PLACES, TOKEN_MAJOR
 from kvcached_sglang.pools import ElasticPool, create_elastic_buffers
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
@@ -50,7 +51,7 @@ def rebuild(pool: Any, **options: Any) -> ElasticPool:
     """Allocate the buffers of a native pool anew, over an arena."""
     is_mha = isinstance(pool, MHATokenToKVPool)
     create = MHATokenToKVPool._create_buffers_normal if is_mha else MLATokenToKVPool._create_buffers
-    options = {"page_bytes": None, "guard": True} | options
+    options = {"page_bytes": None, "guard": True, "layout": LAYER_MAJOR} | options
     return create_elastic_buffers(create, pool, MHA if is_mha else MLA, HostBackend(1 << 30), **options)
 
 
@@ -77,6 +78,9 @@ POOLS = {
     "MLA, 64 tokens a page": lambda: make_mla(page_size=64),
     "MLA, fp8": lambda: make_mla(dtype=torch.float8_e4m3fn),
 }
+ODD = {"three heads": 120, "MLA, fp8": 72}
+"""Those whose rows are no multiple of 16 bytes, which token-major pools cannot have, with the rows' bytes."""
+EITHER_WAY = [(name, layout) for name in POOLS for layout in PLACES if layout == LAYER_MAJOR or name not in ODD]
 
 
 @pytest.mark.parametrize("name", POOLS)
@@ -88,11 +92,25 @@ def test_buffers_have_the_native_shapes_strides_and_types(name, elastic):
     assert [(t.shape, t.stride(), t.dtype) for attribute in lists for t in getattr(pool, attribute)] == native
 
 
-@pytest.mark.parametrize("name", POOLS)
-def test_a_block_is_where_the_geometry_says(name, elastic):
+@pytest.mark.parametrize("name", [name for name in POOLS if name not in ODD])
+def test_token_major_buffers_differ_from_native_ones_in_the_distance_of_rows_alone(name, elastic):
+    pool = POOLS[name]()
+    lists = MHA if isinstance(pool, MHATokenToKVPool) else MLA
+    native = [t for attribute in lists for t in getattr(pool, attribute)]
+    made = elastic(pool, layout=TOKEN_MAJOR)
+    buffers = [t for attribute in lists for t in getattr(pool, attribute)]
+    assert [(t.shape, t.dtype, t[0].stride()) for t in buffers] == [(t.shape, t.dtype, t[0].stride()) for t in native]
+    [entry_bytes] = {t.stride(0) * t.element_size() for t in buffers}
+    assert entry_bytes == made.bytes_per_token
+    assert sum(t[0].nbytes for t in native) <= entry_bytes < sum(t[0].nbytes for t in native) + 32
+    assert {t.data_ptr() % 16 for t in buffers} == {0}
+
+
+@pytest.mark.parametrize(("name", "layout"), EITHER_WAY)
+def test_a_block_is_where_the_geometry_says(name, layout, elastic):
     """Mapped block by block, every row can be written, and no byte of another block is touched."""
     pool = POOLS[name]()
-    made = elastic(pool)
+    made = elastic(pool, layout=layout)
     geometry = made.geometry
     extent = geometry.num_extents // 2
     made.arena.map(geometry.page_ranges(geometry.blocks_of(extent)))
@@ -105,14 +123,45 @@ def test_a_block_is_where_the_geometry_says(name, elastic):
         assert bool((buffer[rows] == number).all())
 
 
+@pytest.mark.parametrize("name", ODD)
+def test_rows_that_kernels_cannot_write_in_vectors_cannot_be_token_major(name):
+    with pytest.raises(UnsupportedError, match=f"row of {ODD[name]} bytes is no multiple of 16"):
+        rebuild(POOLS[name](), layout=TOKEN_MAJOR)
+
+
+def test_a_page_whose_heads_lie_together_cannot_be_token_major():
+    pool = make_mha(page_size=64)
+    pool.use_hnd, pool.num_pages = True, 65
+    with pytest.raises(UnsupportedError, match="not the rows of 4160 tokens"):
+        rebuild(pool, layout=TOKEN_MAJOR)
+
+
+def test_every_layers_rows_of_every_token_are_read_back_as_they_were_written(elastic):
+    """Against plain tensors: writes to scattered tokens, layer by layer, as an engine makes them."""
+    pool = make_mha(size=256, page_size=16, head_dim=24, v_head_dim=16)
+    made = elastic(pool, layout=TOKEN_MAJOR)
+    made.arena.map(made.geometry.page_ranges(range(made.geometry.num_blocks)))
+    generator = torch.Generator().manual_seed(0)
+    plain = [[torch.zeros(t.shape, dtype=t.dtype) for t in buffers] for buffers in (pool.k_buffer, pool.v_buffer)]
+    for _ in range(40):
+        tokens = torch.randperm(272, generator=generator)[:50]
+        for buffers, copies in zip((pool.k_buffer, pool.v_buffer), plain, strict=True):
+            for buffer, copy in zip(buffers, copies, strict=True):
+                copy[tokens] = buffer[tokens] = torch.randn((50, *copy.shape[1:]), generator=generator).half()
+    for buffers, copies in zip((pool.k_buffer, pool.v_buffer), plain, strict=True):
+        assert all(torch.equal(buffer, copy) for buffer, copy in zip(buffers, copies, strict=True))
+
+
 @pytest.mark.parametrize("name", ["one token a page", "64 tokens a page", "fp8"])
-def test_extents_are_whole_pages_where_rows_are_powers_of_two(name, elastic):
-    made = elastic(POOLS[name]())
+@pytest.mark.parametrize("layout", PLACES)
+def test_extents_are_whole_pages_where_rows_are_powers_of_two(name, layout, elastic):
+    made = elastic(POOLS[name](), layout=layout)
     assert not made.geometry.extents_share_pages
 
 
-def test_nothing_is_resident_before_it_is_mapped(elastic):
-    made = elastic(make_mha())
+@pytest.mark.parametrize("layout", PLACES)
+def test_nothing_is_resident_before_it_is_mapped(layout, elastic):
+    made = elastic(make_mha(), layout=layout)
     assert made.arena.resident_bytes == 0
     made.arena.map(made.geometry.page_ranges(made.geometry.blocks_of(0)))
     assert made.arena.resident_bytes == made.geometry.extent_bytes
@@ -137,7 +186,7 @@ def test_a_pool_that_allocates_otherwise_is_refused_with_nothing_reserved():
         pool.v_buffer = [torch.ones((8, 2), dtype=torch.float16) for _ in range(3)]
 
     with pytest.raises(UnsupportedError, match="no contiguous part of a tensor it asked for"):
-        create_elastic_buffers(create, pool, MHA, HostBackend(1 << 30), page_bytes=None, guard=True)
+        create_elastic_buffers(create, pool, MHA, HostBackend(1 << 30), page_bytes=None, guard=True, layout=LAYER_MAJOR)
 
 
 def test_a_pool_that_asks_for_something_else_the_second_time_is_refused():
@@ -149,7 +198,7 @@ def test_a_pool_that_asks_for_something_else_the_second_time_is_refused():
         pool.v_buffer = []
 
     with pytest.raises(UnsupportedError, match="not what it did before"):
-        create_elastic_buffers(create, pool, MHA, HostBackend(1 << 30), page_bytes=None, guard=True)
+        create_elastic_buffers(create, pool, MHA, HostBackend(1 << 30), page_bytes=None, guard=True, layout=LAYER_MAJOR)
 
 
 def test_a_draft_pool_is_cut_like_the_target(elastic):

@@ -97,6 +97,14 @@ class Settings(BaseModel):
         Field(gt=0, le=1000, description="Share of the device under contention, relative to its neighbours'."),
     ] = 1.0
     page_size: Annotated[_Size | None, _SIZE, Field(description="Bytes of one page; by default from the model.")] = None
+    layout: Annotated[
+        Literal["auto", "layer-major", "token-major"],
+        Accepted("auto, layer-major or token-major"),
+        Field(
+            description="How SGLang's KV cache lies in its addresses; token-major maps larger pages. "
+            "vLLM has a setting of its own."
+        ),
+    ] = "auto"
     headroom: Annotated[
         _Size | None, _SIZE, Field(description="Left ungranted on the device; by default 1GiB on CUDA, 0 on the host.")
     ] = None

@@ -32,12 +32,19 @@ class Engine:
         ticker: Decides; None until the first tick.
     """
 
-    def __init__(self, settings: Settings, member: Member, version: str) -> None:
+    def __init__(self, settings: Settings, member: Member, version: str, layout: str) -> None:
+        """No pool yet.
+
+        Args:
+            version: Of SGLang.
+            layout: How every pool lies in its arena, by a name of ``placement.PLACES``.
+        """
         self.spaces: dict[str, Space] = {}
         self.ticker: Ticker | None = None
         self._settings = settings
         self._member = member
         self._version = version
+        self._layout = layout
         self._pools: dict[int, tuple[ElasticPool, range]] = {}
         self._demand: DemandReader | None = None
         self._streams: tuple[int, ...] = ()
@@ -61,6 +68,7 @@ class Engine:
             self._member.backend,
             page_bytes=page_bytes,
             guard=self._settings.guard,
+            layout=self._layout,
             blocks_per_extent={space.geometry.num_blocks: space.blocks_per_extent for space in self.spaces.values()},
         )
         numbers = self._member.layout.add(made)
@@ -146,7 +154,7 @@ class Engine:
             virtual_bytes=sum(pool.geometry.size_bytes for pool in self._member.layout.pools),
             floor_bytes=limits.floor_bytes,
             ceiling_bytes=limits.ceiling_bytes,
-            layout=f"layer-major ({type(kv_pool).__name__}, {pool.num_layers} layers)",
+            layout=f"{self._layout} ({type(kv_pool).__name__}, {pool.num_layers} layers)",
             page_bytes=pool.arena.page_bytes,
         )
 

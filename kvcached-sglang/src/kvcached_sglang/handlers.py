@@ -26,6 +26,7 @@ from kvcached_sglang.member import Member, open_backend
 from kvcached_sglang.refusals import BALANCE_CHECK, refused_arguments, refused_pools
 from kvcached_sglang.sizing import GIB, Sizing, drop_garbage, member_name, own_bytes
 from kvcached_sglang.static import StaticLease, checkpoint_bytes
+from kvcached_sglang.token_major import choose_layout
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ class Plugin:
         """AROUND: size the KV cache as if the device were this engine's alone."""
         if self._member is None or self._static is None:
             return original(configurator, pre_model_load_memory)
-        reasons = refused_pools(configurator)
+        layout, lacking = choose_layout(self._settings.layout, configurator, self._engine_version)
+        reasons = refused_pools(configurator) + lacking
         if reasons:
             self._member.close()
             self._member = None
@@ -103,7 +105,7 @@ class Plugin:
         backend, limits = self._member.backend, self._member.limits
         drop_garbage(backend, configurator.gpu_id)
         self._static.take()
-        self._engine = Engine(self._settings, self._member, self._engine_version)
+        self._engine = Engine(self._settings, self._member, self._engine_version, layout)
         if configurator.mambaish_config is None:
             with self._sizing.as_if_alone(backend):
                 return original(configurator, limits.total_bytes / GIB)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from kvcached_sglang.hooks import HOOKS, Hook
+from kvcached_sglang.placement import ENTRY_ALIGN_BYTES, ROW_ALIGN_BYTES
 from kvcached_sglang.refusals import BALANCE_CHECK, REFUSALS
-from kvcached_sglang.releases import TESTED_RELEASES
+from kvcached_sglang.releases import STRIDED_BACKENDS, TESTED_RELEASES
 
 Root = Callable[[str], Path]
 
@@ -106,6 +107,24 @@ FUNCTIONS = {
 
 PREDICATES = ("is_deepseek_dsa", "is_deepseek_v4", "is_float4_e2m1fn_x2", "is_minimax_sparse")
 """Names that ``refusals.py`` takes from SGLang's configurator module."""
+
+
+_ROCM = "ROCm alone"
+KV_IN_MODELS = {
+    "deepseek_common/attention_forward_methods/forward_mha.py": "indexes rows; its other use is for sparse attention",
+    "deepseek_common/attention_forward_methods/forward_mha_rocm.py": _ROCM,
+    "deepseek_common/attention_forward_methods/forward_mla_fused_rope_rocm.py": _ROCM,
+    "deepseek_common/attention_forward_methods/forward_mla_rocm.py": _ROCM,
+    "dots3_common/modeling.py": "indexes rows",
+    "dspark.py": "speculative decoding, refused",
+    "inkling_common/attn.py": "steps by stride(0)",
+    "mindspore.py": "another framework",
+    "minimax_m3.py": "a pool of its own, refused",
+    "muse_spark.py": "takes them as contiguous, refused",
+    "qwen3.py": "ROCm alone: `aiter`",
+    "utils.py": "hands a view of rows to a kernel that takes its stride",
+}
+"""Files of SGLang's models that take KV buffers from the pool, and why token-major ones are no harm there."""
 
 
 @pytest.fixture(params=TESTED_RELEASES)
@@ -280,6 +299,118 @@ def test_stats_have_the_figures_that_are_made_true(srt: Path):
     fields = set(assigned(class_of(srt, "managers/scheduler_components/pool_stats_observer.py:PoolStats")))
     for pool in ("full", "swa"):
         assert {f"{pool}_{name}" for name in ("num_used", "token_usage", "available_size", "evictable_size")} <= fields
+
+
+# Token-major KV caches
+
+
+@pytest.fixture(params=STRIDED_BACKENDS)
+def strided(request: pytest.FixtureRequest, engine_root: Root) -> tuple[str, Path]:
+    """A release that can have token-major KV caches, and its ``sglang/srt``."""
+    return request.param, engine_root(f"sglang-{request.param}") / "sglang" / "srt"
+
+
+def constants(module: ast.Module) -> dict[str, ast.expr]:
+    return {
+        node.targets[0].id: node.value
+        for node in module.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+
+
+def strings(value: ast.expr, names: dict[str, ast.expr]) -> set[str]:
+    """All in a literal, or in the constant that is named."""
+    found = [names[node.id] if isinstance(node, ast.Name) and node.id in names else node for node in ast.walk(value)]
+    return {node.value for each in found for node in ast.walk(each) if isinstance(node, ast.Constant)}
+
+
+def test_a_release_has_token_major_pools_of_its_own_or_is_not_known_to_read_them(srt: Path):
+    has_own = (srt / "mem_cache/layout/token_major.py").exists()
+    assert has_own == (srt.parent.parent.name.removeprefix("sglang-") in STRIDED_BACKENDS)
+
+
+def test_rows_and_entries_are_aligned_as_sglangs_own(strided: tuple[str, Path]):
+    found = constants(parse(strided[1] / "mem_cache/layout/token_major.py"))
+    assert ast.literal_eval(found["ROW_ALIGN_BYTES"]) == ROW_ALIGN_BYTES
+    assert ast.literal_eval(found["ENTRY_ALIGN_BYTES"]) == ENTRY_ALIGN_BYTES
+
+
+def test_the_backends_that_read_by_the_stride_are_those_that_sglang_allows_itself(strided: tuple[str, Path]):
+    release, srt = strided
+    hook = parse(srt / "arg_groups/kv_cache_hook.py")
+    gate = functions(hook.body)["handle_page_major_kv_layout"]
+    sets = [
+        strings(node.value, constants(hook))
+        for node in ast.walk(gate)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "allowed_full"
+    ]
+    ours = STRIDED_BACKENDS[release]
+    if len(sets) == 3:
+        assert sorted(map(sorted, sets)) == sorted(map(sorted, (ours.mla, ours.mha, ours.unequal)))
+    else:  # 0.5.22 refuses K and V rows of different width before it looks at the backend
+        assert sorted(map(sorted, sets)) == sorted(map(sorted, (ours.mla, ours.mha)))
+        assert ours.unequal == frozenset()
+        assert "unified_memory_supported_for_model" in ast.unparse(gate)
+
+
+def test_sglangs_own_token_major_pools_read_and_write_with_the_methods_of_the_ordinary_ones(
+    strided: tuple[str, Path],
+):
+    """So those take rows that are apart; what is overridden instead is in the table of refusals."""
+    _, srt = strided
+    unified = "mem_cache/unified_memory_pool.py"
+    for pool in ("MHATokenToKVPool", "MLATokenToKVPool"):
+        own = class_of(srt, f"{unified}:Unified{pool}")
+        assert [ast.unparse(base) for base in own.bases] == [pool]
+        assert (
+            set(functions(own.body))
+            & {
+                "get_key_buffer",
+                "get_value_buffer",
+                "get_kv_buffer",
+                "set_kv_buffer",
+                "set_mla_kv_buffer",
+                "get_mla_kv_buffer",
+            }
+            == set()
+        )
+
+
+def test_what_needs_contiguous_buffers_is_on_with_speculative_decoding_alone(strided: tuple[str, Path]):
+    """``_init_kv_copy_and_warmup`` asserts them."""
+    configurator = parse(strided[1] / "mem_cache/kv_cache_configurator.py")
+    values = {
+        ast.unparse(keyword.value)
+        for node in ast.walk(configurator)
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg == "enable_kv_cache_copy"
+    }
+    assert values == {"get_spec().speculative_algorithm is not None"}
+
+
+def test_what_decides_on_token_major_is_there(strided: tuple[str, Path]):
+    _, srt = strided
+    context = functions(parse(srt / "runtime_context.py").body)
+    assert parameters(context["attention_backends"]) == ()
+    assert parameters(context["get_spec"]) == ()
+    assert "SGLANG_USE_HND_KVCACHE = EnvBool(False)" in (srt / "environ.py").read_text()
+    assert "is_cpu" in functions(parse(srt / "utils/common.py").body)
+    model = class_of(srt, "configs/model_config.py:ModelConfig")
+    assert "has_asymmetric_kv" in functions(model.body)
+    widths = {"head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim", "kv_lora_rank", "qk_rope_head_dim"}
+    assert widths <= set(assigned(model))
+
+
+def test_models_that_write_rows_themselves_ask_for_their_stride_or_are_refused(strided: tuple[str, Path]):
+    """Every file of a model that takes a KV buffer from the pool. One more is to be read before it is added."""
+    _, srt = strided
+    found = {
+        path.relative_to(srt / "models").as_posix()
+        for path in (srt / "models").rglob("*.py")
+        if any(name in path.read_text() for name in (".get_key_buffer(", ".get_kv_buffer(", ".get_value_buffer("))
+    }
+    assert found - KV_IN_MODELS.keys() == set()
 
 
 def test_a_request_can_be_refused_in_words(srt: Path):

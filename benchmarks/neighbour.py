@@ -31,7 +31,9 @@ from benchmarks.serving import (
     TOKEN_BYTES,
     Side,
     add_engine_arguments,
+    add_layout_argument,
     engines_named,
+    layout_settings,
     runtime_dir,
     setup,
     start,
@@ -207,6 +209,7 @@ def main() -> int:
     """Measure one GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_arguments(parser)
+    add_layout_argument(parser)
     parser.add_argument("--repeats", type=int, default=NUM_REPEATS)
     parser.add_argument("--no-second-start", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
@@ -215,12 +218,17 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     installed = {each.engine.name: each for each in engines_named(arguments)}
     document: dict[str, Any] = {
-        "setup": {**setup(*installed.values()), "KV": f"{KV_BYTES >> 30} GiB virtual"},
+        "setup": {
+            **setup(*installed.values()),
+            "KV": f"{KV_BYTES >> 30} GiB virtual",
+            "layout asked of SGLang": arguments.sglang_layout,
+        },
         "demands": {},
         "second": None,
     }
     for name, each in installed.items():
-        side = start(each, f"neighbour-{name}", out, elastic=True, flags=FLAGS[name])
+        layout = layout_settings(arguments, name)
+        side = start(each, f"neighbour-{name}", out, elastic=True, flags=FLAGS[name], **layout)
         with side.server:
             wait_ready([side])
             document["demands"][name] = measure(side, each, out, arguments.repeats)

@@ -27,7 +27,9 @@ from benchmarks.serving import (
     Measured,
     Side,
     add_engine_arguments,
+    add_layout_argument,
     engines_named,
+    layout_settings,
     measured,
     runtime_dir,
     setup,
@@ -62,14 +64,16 @@ def main() -> int:
             name = each.engine.name
             clients[name] = stack.enter_context(BenchmarkClient(each, out / "logs" / f"{name}-client.log"))
             pairs[name] = {
-                mode: start(each, f"{name}-{mode}", out, elastic=mode == "elastic") for mode in ("native", "elastic")
+                mode: start(each, f"{name}-{mode}", out, elastic=mode == "elastic", **layout_settings(arguments, name))
+                for mode in ("native", "elastic")
             }
             for side in pairs[name].values():
                 stack.enter_context(side.server)
         ready = wait_ready(side for pair in pairs.values() for side in pair.values())
         for client in clients.values():
             client.wait_ready()
-        document = {"setup": setup(*installed), "start_seconds": ready, "engines": {}}
+        layout = {"layout asked of SGLang": arguments.sglang_layout}
+        document = {"setup": setup(*installed) | layout, "start_seconds": ready, "engines": {}}
         for name, pair in pairs.items():
             document["engines"][name] = _measure(pair, clients[name], out, arguments)
             # After each: what is measured is kept, should the machine not be there for the next.
@@ -154,6 +158,7 @@ def _ratio(runs: Mapping[str, list[dict[str, float]]], metric: str, kind: str = 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_arguments(parser)
+    add_layout_argument(parser)
     parser.add_argument("--ttft", action="store_true", help="also the first token of a 16k-token prompt")
     parser.add_argument("--rounds", type=int, default=1, help="of native, elastic, elastic, native")
     parser.add_argument("--out", type=Path, required=True)

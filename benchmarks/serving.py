@@ -10,7 +10,9 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from kvcached_core.config import Settings
 
 from tests.e2e.client import MODEL, Client
 from tests.e2e.engines import ENGINES, Installed
@@ -208,6 +210,17 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """``--vllm PYTHON`` and ``--sglang PYTHON``."""
     for name in ENGINES:
         parser.add_argument(f"--{name}", metavar="PYTHON", help=f"interpreter of an environment with {name}")
+
+
+def add_layout_argument(parser: argparse.ArgumentParser) -> None:
+    """``--sglang-layout``, of SGLang's elastic servers; `layout_settings` has what it means."""
+    layouts = get_args(Settings.model_fields["layout"].annotation)
+    parser.add_argument("--sglang-layout", choices=layouts, default="auto", help="KVCACHED_LAYOUT of SGLang's servers")
+
+
+def layout_settings(arguments: argparse.Namespace, engine: str) -> dict[str, str]:
+    """What `start` is to set for an elastic server of this engine; vLLM's layout is not ours to set."""
+    return {"LAYOUT": arguments.sglang_layout} if engine == "sglang" else {}
 
 
 def engines_named(arguments: argparse.Namespace) -> list[Installed]:

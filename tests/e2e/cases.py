@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from tests.e2e.engines import SGLANG, VLLM, Engine
@@ -31,7 +31,11 @@ SGLANG_FAMILY_FLAGS = {"linear": ("--max-mamba-cache-size", "128")}
 
 @dataclass(frozen=True)
 class Case:
-    """One native server and one elastic server with the same model, flags and variables."""
+    """One native server and one elastic server with the same model, flags and variables.
+
+    Attributes:
+        settings: ``KVCACHED_*`` of the elastic server alone.
+    """
 
     name: str
     engine: Engine = field(hash=False)
@@ -39,6 +43,7 @@ class Case:
     flags: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict, hash=False)
     tensor_parallel: int = 1
+    settings: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def why_not(self, num_gpus: int) -> str:
         """Why this case cannot run on a machine with that many GPUs; empty when it can. A CPU counts as one."""
@@ -104,6 +109,8 @@ def _sglang_cases() -> Iterator[Case]:
     yield _sglang("gqa", 1, "noradix", "--disable-radix-cache")
     for family in ("swa", "linear"):
         yield _sglang(family, 1, "padded", "--cuda-graph-bs-decode", "8")
+    for family in MATRIX_FAMILIES:
+        yield replace(_sglang(family, 1, "token"), settings={"KVCACHED_LAYOUT": "token-major"})
 
 
 def _sglang(family: str, parallel: int, variant: str = "", *flags: str) -> Case:

@@ -65,7 +65,7 @@ def run_case(case: Case, mode: Mode, installed: Installed, place: Place) -> dict
     """
     port = free_port()
     command = case.engine.command(installed.python, place.models / case.family, port, case.flags)
-    ours = _settings(case, place) if mode == "elastic" else {}
+    ours = settings_of(case, place) if mode == "elastic" else {}
     variables = {**case.engine.variables, **case.variables}
     record: dict[str, Any] = {
         "case": case.name,
@@ -99,9 +99,10 @@ def run_case(case: Case, mode: Mode, installed: Installed, place: Place) -> dict
     return record
 
 
-def _settings(case: Case, place: Place) -> dict[str, str]:
+def settings_of(case: Case, place: Place) -> dict[str, str]:
+    """``KVCACHED_*`` of a case's elastic server, and the switch; the native one has none of them."""
     own = {"ENABLE_KVCACHED": "1", "KVCACHED_STRICT": "1", "KVCACHED_NAME": case.name}
-    return {**own, "KVCACHED_RUNTIME_DIR": str(place.runtime_dir), **place.settings}
+    return {**own, "KVCACHED_RUNTIME_DIR": str(place.runtime_dir), **place.settings, **case.settings}
 
 
 def _load(client: Client, num_passes: int, reset: Callable[[], bool], readings: Readings) -> dict[str, Any]:

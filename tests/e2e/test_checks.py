@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvcached_core.config import Settings
 
 from tests.e2e.cases import cpu_cases, gpu_cases, select
 from tests.e2e.checks import Check, Outcome, check_case
 from tests.e2e.report import read_records, write_report
+from tests.e2e.run import Place, settings_of
+from tests.models.families import MATRIX_FAMILIES
 
 MIB = 1 << 20
 CASE = gpu_cases()[0]
@@ -173,6 +176,17 @@ def test_cases_are_selected_in_the_order_of_the_patterns() -> None:
     assert names[:2] == ["sglang-gqa", "vllm-gqa-block"]
     assert len(set(names)) == len(names)
     assert all(name.startswith("sglang") for name in names[names.index("vllm-gqa-default") + 1 :])
+
+
+def test_token_major_is_asked_of_the_elastic_server_alone(tmp_path: Path) -> None:
+    place = Place(tmp_path, tmp_path, tmp_path, tmp_path, {"KVCACHED_GUARD": "0"}, 1.0)
+    for family in MATRIX_FAMILIES:
+        plain, token = select(gpu_cases(), [f"sglang-{family}", f"sglang-{family}-token"])
+        assert (token.flags, token.variables) == (plain.flags, plain.variables)
+        settings = settings_of(token, place)
+        assert Settings.load(settings).layout == "token-major"
+        own = {"KVCACHED_LAYOUT": "token-major", "KVCACHED_NAME": token.name}
+        assert settings == settings_of(plain, place) | own
 
 
 def test_every_case_has_a_name_of_its_own_that_is_a_member_name() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcached_core.config import Settings
-from kvcached_core.errors import InvariantError
+from kvcached_core.errors import InvariantError, UnsupportedError
 from kvcached_core.geometry import Geometry, Stripe
 from kvcached_sglang.placement import PLACES, Buffer, Placement, Request, Rows, Wanted, token_major
 
@@ -102,6 +102,28 @@ def test_a_second_pool_with_the_firsts_pages_can_still_grow_and_shrink(layers: i
     second = token_major(wanted_mha(layers, tokens + 1, 1, 2048, 2048, torch.bfloat16), 2 * MIB, first.page_bytes)
     assert second.geometry.num_extents >= 64
     assert second.geometry.extent_bytes <= 2 * first.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("offset", "stride", "row", "apart"),
+    [
+        pytest.param(16, 64, 16, True, id="in the gaps"),
+        pytest.param(48, 64, 16, True, id="up to the next row"),
+        pytest.param(48, 64, 32, False, id="onto the next row"),
+        pytest.param(8, 64, 16, False, id="onto the same row"),
+        pytest.param(16, 32, 16, False, id="at another distance"),
+        pytest.param(208, 32, 16, True, id="behind the last row"),
+    ],
+)
+def test_rows_are_apart_where_no_byte_is_in_both(offset: int, stride: int, row: int, apart: bool):
+    first, second = Rows(0, 64, 16, 4), Rows(offset, stride, row, 4)
+    assert first.is_apart_from(second) == second.is_apart_from(first) == apart
+
+
+def test_a_tensor_that_is_no_layers_k_nor_v_nor_both_cannot_be_token_major():
+    wanted = Wanted([Request((1, 8, 1, 16), torch.uint8)], [Buffer(0, 0, 16, 8)], 8, 1)
+    with pytest.raises(UnsupportedError, match=r"shape \(1, 8, 1, 16\) is not the rows of 8 tokens"):
+        token_major(wanted, GRANULARITY, None)
 
 
 ENTRY = Geometry(4, (Stripe(0, 64, 64),), 256, 256, 4)

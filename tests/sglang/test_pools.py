@@ -201,6 +201,20 @@ def test_a_pool_that_asks_for_something_else_the_second_time_is_refused():
         create_elastic_buffers(create, pool, MHA, HostBackend(1 << 30), page_bytes=None, guard=True, layout=LAYER_MAJOR)
 
 
+@pytest.mark.parametrize("layout", PLACES)
+def test_a_pool_that_takes_other_views_the_second_time_is_refused(layout: str):
+    pool, calls = make_mha(), []
+
+    def create(pool: Any) -> None:
+        calls.append(1)
+        MHATokenToKVPool._create_buffers_normal(pool)
+        if len(calls) == 2:
+            pool.k_buffer, pool.v_buffer = pool.v_buffer, pool.k_buffer
+
+    with pytest.raises(UnsupportedError, match="where kvcached placed"):
+        create_elastic_buffers(create, pool, MHA, HostBackend(1 << 30), page_bytes=None, guard=True, layout=layout)
+
+
 def test_a_draft_pool_is_cut_like_the_target(elastic):
     target = elastic(make_mha())
     cut = {target.geometry.num_blocks: target.geometry.blocks_per_extent}

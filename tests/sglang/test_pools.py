@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvcached_core.errors import UnsupportedError
 from kvcached_sglang.placement import LAYER_MAJOR, PLACES, TOKEN_MAJOR
 from kvcached_sglang.pools import ElasticPool, create_elastic_buffers
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.runtime_context import get_parallel
 
 MHA = ("k_buffer", "v_buffer")
 MLA = ("kv_buffer",)
@@ -150,6 +152,36 @@ def test_every_layers_rows_of_every_token_are_read_back_as_they_were_written(ela
                 copy[tokens] = buffer[tokens] = torch.randn((50, *copy.shape[1:]), generator=generator).half()
     for buffers, copies in zip((pool.k_buffer, pool.v_buffer), plain, strict=True):
         assert all(torch.equal(buffer, copy) for buffer, copy in zip(buffers, copies, strict=True))
+
+
+@pytest.mark.parametrize(("name", "layout"), EITHER_WAY)
+def test_sglangs_own_methods_write_read_copy_and_move_tokens(name: str, layout: str, elastic):
+    pool = POOLS[name]()
+    made = elastic(pool, layout=layout)
+    made.arena.map(made.geometry.page_ranges(range(made.geometry.num_blocks)))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.tensor([3, 200, 77, 4090])
+    with get_parallel().override(dcp_enabled=False, attn_dcp_size=1, attn_dcp_rank=0):
+        for number in range(3):
+            layer = SimpleNamespace(layer_id=number, k_scale=None, v_scale=None)
+            key, value = (
+                torch.randn((4, *buffer.shape[1:]), generator=generator).to(pool.dtype)
+                for buffer in pool.get_kv_buffer(number)
+            )
+            if isinstance(pool, MLATokenToKVPool):
+                value = key[..., : pool.kv_lora_rank]
+            pool.set_kv_buffer(layer, tokens, key, value)
+            found = [buffer[tokens].float() for buffer in pool.get_kv_buffer(number)]
+            assert torch.equal(found[0], key.float())
+            assert torch.equal(found[1], value.float())
+        pool.load_cpu_copy(pool.get_cpu_copy(tokens), tokens + 1)
+        pool.use_native_move_kv_cache = True  # the other is a Triton kernel, for speculative decoding
+        pool.move_kv_cache(tokens - 2, tokens + 1)
+    for number in range(3):
+        for buffer in pool.get_kv_buffer(number):
+            written = buffer[tokens].float()
+            assert torch.equal(buffer[tokens + 1].float(), written)
+            assert torch.equal(buffer[tokens - 2].float(), written)
 
 
 @pytest.mark.parametrize("name", ["one token a page", "64 tokens a page", "fp8"])

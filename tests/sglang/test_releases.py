@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvcached_sglang.releases import TESTED_RELEASES
+from kvcached_sglang.placement import LAYER_MAJOR, TOKEN_MAJOR
+from kvcached_sglang.releases import STRIDED_BACKENDS, TESTED_RELEASES
 
 from tests.sglang.engine import Engine, prompts
 from tests.sglang.pair import CAPACITY, settings
@@ -29,11 +30,19 @@ def unpacked(release: str) -> Path:
     return cache
 
 
-@pytest.mark.parametrize("release", [OTHERS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS[1:])])
-def test_elastic_equals_native(release: str, gqa_model: Path, tmp_path: Path, runtime_dir: Path):
+CASES = [
+    (OTHERS[0], LAYER_MAJOR),
+    *(pytest.param(each, LAYER_MAJOR, marks=pytest.mark.slow) for each in OTHERS[1:]),
+    *(pytest.param(each, TOKEN_MAJOR, marks=pytest.mark.slow) for each in OTHERS if each in STRIDED_BACKENDS),
+]
+
+
+@pytest.mark.parametrize(("release", "layout"), CASES)
+def test_elastic_equals_native(release: str, layout: str, gqa_model: Path, tmp_path: Path, runtime_dir: Path):
     requests = prompts(6, 120, seed=1) + prompts(2, 900, seed=2)
+    ours = settings(runtime_dir, KVCACHED_CEILING="6MiB", KVCACHED_LAYOUT=layout)
     tokens = []
-    for name, environment in (("native", None), ("elastic", settings(runtime_dir, KVCACHED_CEILING="6MiB"))):
+    for name, environment in (("native", None), ("elastic", ours)):
         engine = Engine(
             gqa_model,
             tmp_path / f"{name}.log",
@@ -48,5 +57,6 @@ def test_elastic_equals_native(release: str, gqa_model: Path, tmp_path: Path, ru
             engine.stop()
         finally:
             engine.kill()
-    assert f"is on: SGLang {release}" in engine.log_text()
+    [line] = [line for line in engine.log_text().splitlines() if f"is on: SGLang {release}" in line]
+    assert f"layout {layout} (" in line
     assert tokens[0] == tokens[1]

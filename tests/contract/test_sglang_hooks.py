@@ -270,7 +270,7 @@ def test_server_arguments_that_are_refused_exist(srt: Path):
     declared = set()
     for file in [srt / "server_args.py", *sorted((srt / "arg_groups").rglob("*.py"))]:
         declared |= set(assigned(parse(file)))
-    since_0_5_22 = {"enable_kv_cache_sharding"}
+    since_0_5_22 = {"enable_kv_cache_sharding", "enable_unified_cache_external_linker"}
     names = {refusal.argument for refusal in REFUSALS} | {
         "enable_dp_attention",
         "enable_priority_scheduling",

@@ -48,6 +48,11 @@ REFUSALS = (
         "it sizes its host pool from the device pool's capacity, which is virtual, and copies on streams of its own",
     ),
     Refusal("enable_lmcache", (False,), "it copies KV on streams of its own, which no fence covers"),
+    Refusal(
+        "enable_unified_cache_external_linker",
+        (False,),
+        "it hands the KV cache's memory to a store of its own, which no fence covers",
+    ),
     Refusal("enable_flexkv", (False,), "it copies KV on streams of its own, which no fence covers"),
     Refusal("kv_canary", ("none", None), "it replaces methods of the pools"),
     Refusal("enable_pdmux", (False,), "prefill and decode then run on streams of their own"),

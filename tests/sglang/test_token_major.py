@@ -20,6 +20,8 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_context
 
 RELEASE = "0.5.23"
+ODD_WINDOWS = {"is_hybrid_swa": True, "swa_v_head_dim": 12}
+ODD_LATENTS = {"use_mla_backend": True, "qk_rope_head_dim": 60}
 
 
 def configurator(**changed: Any) -> SimpleNamespace:
@@ -106,20 +108,8 @@ def test_backends_that_read_by_the_stride_are_allowed(version: str, backend: str
         pytest.param("0.5.23", "flashinfer", {"has_asymmetric_kv": True}, "flashinfer is not", id="unequal rows"),
         pytest.param("0.5.22", "fa3", {"has_asymmetric_kv": True}, "fa3 is not", id="unequal rows, 0.5.22"),
         pytest.param("0.5.23", "fa3", {"head_dim": 100}, "head's row of 200 bytes", id="heads of odd width"),
-        pytest.param(
-            "0.5.23",
-            "fa3",
-            {"is_hybrid_swa": True, "swa_v_head_dim": 12},
-            "head's row of 24 bytes",
-            id="the windows' heads of odd width",
-        ),
-        pytest.param(
-            "0.5.23",
-            "fa3",
-            {"use_mla_backend": True, "qk_rope_head_dim": 60},
-            "latent row of 1144 bytes",
-            id="latents of odd width",
-        ),
+        pytest.param("0.5.23", "fa3", ODD_WINDOWS, "head's row of 24 bytes", id="the windows' heads of odd width"),
+        pytest.param("0.5.23", "fa3", ODD_LATENTS, "latent row of 1144 bytes", id="latents of odd width"),
         pytest.param(
             "0.5.23",
             "trtllm_mha",

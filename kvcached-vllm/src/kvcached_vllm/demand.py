@@ -50,7 +50,7 @@ class Demand:
 
     def next_step_blocks(self) -> int:
         """What the next step needs so as to neither preempt nor turn the first waiting prompt away."""
-        return self._running_blocks() + self._begun_blocks() + self._head_blocks()
+        return self._running_blocks() + self._begun_blocks() + self._head()[0]
 
     def full_step_blocks(self) -> int:
         """What the next step takes where memory turns none of the waiting prompts away.
@@ -112,9 +112,6 @@ class Demand:
     def _begun_blocks(self) -> int:
         """Of prompts begun, what one step can compute."""
         return self._size.more_blocks(min(self._begun_tokens(), self._max_step_tokens))
-
-    def _head_blocks(self) -> int:
-        return self._head()[0]
 
     def _head(self) -> tuple[int, int]:
         """Blocks and tokens of the first request that waits, or of the larger one where two queues have a first."""

@@ -79,6 +79,9 @@ def test_a_full_step_takes_as_many_prompts_as_it_has_tokens_for() -> None:
     scheduler.running = [request(1)] * 3
     assert demand.full_step_blocks() == 3 + 6
     assert demand.next_steps_blocks() >= demand.full_step_blocks()  # what a step waits for is asked for
+    scheduler.running = [request(1)] * 14
+    assert demand.full_step_blocks() == 14 + 2  # vLLM admits no more than 16
+    scheduler.running = [request(1)] * 3
     scheduler.waiting.prepend_request(request(320))  # computed over several steps, and admitted whole
     assert demand.full_step_blocks() == 3 + 11
 

@@ -115,9 +115,7 @@ class Demand:
 
     def _head(self) -> tuple[int, int]:
         """Blocks and tokens of the first request that waits, or of the larger one where two queues have a first."""
-        scheduler = self._scheduler
-        admitted = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
-        if scheduler.pause_state != PauseState.UNPAUSED or admitted >= self._max_admitted:
+        if self._scheduler.pause_state != PauseState.UNPAUSED or self._num_slots() <= 0:
             return 0, 0
         firsts = ((self._admission_blocks(each), each.num_tokens - each.num_computed_tokens) for each in self._firsts())
         return max(firsts, default=(0, 0))
@@ -126,7 +124,12 @@ class Demand:
         """Of the prompts that one step computes beside the first, were all of its size."""
         if not head_tokens:
             return 0
-        return head_blocks * max(0, min(self._num_behind_head(), self._max_step_tokens // head_tokens - 1))
+        num_prompts = min(self._num_behind_head() + 1, self._max_step_tokens // head_tokens, self._num_slots())
+        return head_blocks * max(0, num_prompts - 1)
+
+    def _num_slots(self) -> int:
+        """Requests that vLLM would admit beside those there are."""
+        return self._max_admitted - len(self._scheduler.running) - self._scheduler.num_waiting_for_streaming_input
 
     def _num_behind_head(self) -> int:
         return max(0, self._scheduler.get_request_counts()[1] - 1)

@@ -32,6 +32,16 @@ def check_start() -> None:
     assert cache_config.gpu_memory_utilization == utilization
 
 
+def check_share() -> None:
+    """The share of the card is vLLM's default where none is given, also where it would have grown the cache itself."""
+    cache_config = CacheConfig()
+    sizing.leave_out_extensible(cache_config)
+    assert sizing.utilization(cache_config) == 0.92
+    cache_config.gpu_memory_utilization = 0.5
+    assert sizing.utilization(cache_config) == 0.5
+    assert not getattr(cache_config, "enable_extensible_kv_cache", False)
+
+
 def check_sleep() -> None:
     """What its allocator puts to sleep is counted, and what a part leaves asleep when it wakes is foreseen."""
     cumem.unmap_and_release = cumem.create_and_map = lambda handle: None
@@ -54,5 +64,6 @@ def check_sleep() -> None:
 
 if __name__ == "__main__":
     check_start()
+    check_share()
     check_sleep()
     print(f"memory with {Path(vllm.__file__).parents[1].name}")

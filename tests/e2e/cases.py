@@ -86,6 +86,8 @@ def _vllm_cases() -> Iterator[Case]:
         yield _vllm(family, "block", 1, "padded", "--cudagraph-capture-sizes", "8")
     # No layout asked for: the plugin's preference against the engine's own.
     yield Case("vllm-gqa-default", VLLM, "gqa", VLLM_SIZE)
+    # No size given: vLLM profiles, and from 0.34 on grows its KV cache to what it finds free, unless it is elastic.
+    yield Case("vllm-gqa-profiled", VLLM, "gqa", VLLM_SIZE[:2])
 
 
 def _vllm(family: str, layout: str, parallel: int, variant: str = "", *flags: str) -> Case:

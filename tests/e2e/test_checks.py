@@ -175,7 +175,7 @@ def test_cases_are_selected_in_the_order_of_the_patterns() -> None:
     names = [case.name for case in select(gpu_cases(), ["sglang-gqa", "vllm-gqa-*", "vllm-gqa-block", "sglang-*"])]
     assert names[:2] == ["sglang-gqa", "vllm-gqa-block"]
     assert len(set(names)) == len(names)
-    assert all(name.startswith("sglang") for name in names[names.index("vllm-gqa-default") + 1 :])
+    assert all(name.startswith("sglang") for name in names[names.index("vllm-gqa-profiled") + 1 :])
 
 
 def test_token_major_is_asked_of_the_elastic_server_alone(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_an_unknown_release_runs_natively_with_one_line_and_strict_mode_ends(cas
     assert done.code == 0, done.text
     assert done.found["tokens"] == 4
     [error] = done.errors
-    assert "vLLM 0.99.0 has not been tested with this kvcached, which knows 0.30.0 to 0.33.0" in error
+    assert "vLLM 0.99.0 has not been tested with this kvcached, which knows 0.30.0 to 0.34.0" in error
     assert "KVCACHED_ALLOW_UNTESTED=1" in error
     strict = cases["newer release, strict"].result()
     assert (strict.code, strict.found) == (1, {})

@@ -12,7 +12,7 @@ def test_a_tested_release_is_used_whatever_its_build(version: str) -> None:
     assert judge(version, allow_untested=False).tested
 
 
-@pytest.mark.parametrize("version", ["0.34.0", "0.33.1", "1.0.0", "0.33.0rc1", "0.34.0.dev12+g1234"])
+@pytest.mark.parametrize("version", ["0.35.0", "0.34.1", "1.0.0", "0.34.0rc1", "0.35.0.dev12+g1234"])
 def test_another_release_is_refused_unless_it_may_be_tried(version: str) -> None:
     with pytest.raises(UnsupportedError, match="KVCACHED_ALLOW_UNTESTED=1"):
         judge(version, allow_untested=False)
@@ -21,7 +21,7 @@ def test_another_release_is_refused_unless_it_may_be_tried(version: str) -> None
 
 @pytest.mark.parametrize("version", ["0.29.1", "0.26.0", "0.30.0rc2", "0.30.0.dev1"])
 def test_an_older_release_is_refused_in_any_case(version: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{version} is older.*0.30.0 to 0.33.0"):
+    with pytest.raises(UnsupportedError, match=f"{version} is older.*0.30.0 to 0.34.0"):
         judge(version, allow_untested=True)
 
 

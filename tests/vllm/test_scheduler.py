@@ -85,9 +85,10 @@ class Scene:
         """A token for what was scheduled, as a model would give it."""
         output = self.output
         assert list(output.num_scheduled_tokens) == [request.request_id]
-        self.scheduler.update_from_output(
-            output, ModelRunnerOutput([request.request_id], {request.request_id: 0}, sampled_token_ids=[[7]])
-        )
+        given: dict[str, Any] = {"req_ids": [request.request_id], "sampled_token_ids": [[7]]}
+        if "req_id_to_index" in ModelRunnerOutput.__dataclass_fields__:  # until 0.33
+            given["req_id_to_index"] = {request.request_id: 0}
+        self.scheduler.update_from_output(output, ModelRunnerOutput(**given))
 
     def answer(self) -> dict[int, Any]:
         """What a step that ran nothing is answered with."""

@@ -30,7 +30,7 @@ class Engine:
         groups: Entry-point groups, all of which the plugin needs.
         list_variable: The engine's variable that names the plugins to load, comma separated.
         list_strips: The engine removes blanks around the names of that list, and takes an empty list for none.
-            Source: ``vllm/envs.py`` and ``vllm/plugins/__init__.py`` (0.30 to 0.33) against
+            Source: ``vllm/envs.py`` and ``vllm/plugins/__init__.py`` (0.30 to 0.34) against
             ``sglang/srt/plugins/__init__.py`` (0.5.20 to 0.5.23).
     """
 

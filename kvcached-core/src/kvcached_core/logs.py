@@ -55,7 +55,7 @@ def follow(engine_log: logging.Logger, level: str, *packages: str) -> None:
     """Afterwards kvcached's packages log to whatever handlers the engine's logger has, at their own level.
 
     vLLM gives handlers to its own logger only, from 0.31 on after plugins were loaded, and leaves the root logger
-    without one, so that other packages' INFO lines are lost. Source: ``vllm/logger.py`` (0.30 to 0.33). Until the
+    without one, so that other packages' INFO lines are lost. Source: ``vllm/logger.py`` (0.30 to 0.34). Until the
     engine's logger has a handler, lines go to standard error.
 
     Args:

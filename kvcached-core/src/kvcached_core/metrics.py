@@ -3,7 +3,7 @@
 The numbers are those of `LedgerStatistics`, the same as ``kvcached status`` prints. One server exports its own members
 only; those of one name on one device (ranks) are added up.
 
-Where it works, by how an engine makes its ``/metrics`` (read in vLLM 0.30 to 0.33, SGLang 0.5.20 to 0.5.23):
+Where it works, by how an engine makes its ``/metrics`` (read in vLLM 0.30 to 0.34, SGLang 0.5.20 to 0.5.23):
 
 - vLLM, one API server: the endpoint shows prometheus_client's default registry, in the API server's process
   (``vllm/v1/metrics/prometheus.py``). A collector there reads the ledger at each scrape.

@@ -16,7 +16,7 @@ from kvcached_sglang.releases import STRIDED_BACKENDS, strided_backends
 log = logging.getLogger(__name__)
 
 AUTO_LAYOUT = LAYER_MAJOR
-"""What ``KVCACHED_LAYOUT=auto`` means where the server can have either. Token-major has not run on a GPU yet."""
+"""What ``KVCACHED_LAYOUT=auto`` means where the server can have either. Token-major's speed has not been measured."""
 
 CONTIGUOUS_MODELS = {"MuseSpark": "its fused store takes KV rows to be contiguous, but under --enable-unified-memory"}
 """Models whose own code writes KV beside the attention backend, by how their architectures' names begin."""

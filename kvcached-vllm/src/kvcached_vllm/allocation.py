@@ -14,7 +14,7 @@ class KVAllocation(TorchFunctionMode):
     """While entered, answers the one call that allocates the KV cache; passes everything else through.
 
     vLLM allocates one backing buffer for the whole model, with ``torch.zeros(size, dtype=torch.int8, device=…)``
-    (``allocate_kv_cache`` in ``v1/worker/utils.py``, 0.30.0 to 0.33.0, for both model runners and the CPU).
+    (``allocate_kv_cache`` in ``v1/worker/utils.py``, 0.30.0 to 0.34.0, for both model runners and the CPU).
     """
 
     def __init__(self, size_bytes: int, make_tensor: Callable[[], torch.Tensor]) -> None:

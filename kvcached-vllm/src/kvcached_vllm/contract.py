@@ -253,6 +253,20 @@ class Either:
             yield findings[0][0]
 
 
+@dataclass(frozen=True)
+class Where:
+    """Expectations of one file, for those releases that have this in it."""
+
+    file: str
+    name: str
+    expectations: tuple[Expectation, ...]
+
+    def check(self, sources: Sources) -> Iterator[Finding]:
+        if sources.find(self.file, self.name) is not None:
+            for expectation in self.expectations:
+                yield from expectation.check(sources)
+
+
 def _body(node: ast.AST) -> Sequence[ast.stmt]:
     return node.body if isinstance(node, (ast.Module, ast.ClassDef)) else ()
 
@@ -335,6 +349,23 @@ _CONFIGURATION: tuple[Expectation, ...] = (
         "CacheConfig",
         "block_size cache_dtype gpu_memory_utilization kv_cache_memory_bytes kv_offloading_size num_gpu_blocks",
     ),
+    # A KV cache that vLLM grows itself is left out before vLLM settles whether to have one.
+    Where(
+        "config/vllm.py",
+        "VllmConfig._resolve_extensible_kv_cache",
+        (
+            Contains(
+                "config/vllm.py",
+                "VllmConfig.__post_init__",
+                ("current_platform.check_and_update_config(self)", "self._resolve_extensible_kv_cache()"),
+            ),
+            Contains(
+                "config/vllm.py",
+                "VllmConfig._resolve_extensible_kv_cache",
+                ("requested = cache_config.enable_extensible_kv_cache", "if requested is None:"),
+            ),
+        ),
+    ),
     Class("config/compilation.py", "CompilationConfig", "static_forward_context"),
     Class(
         "config/model.py",
@@ -402,7 +433,7 @@ _BLOCK_POOL: tuple[Expectation, ...] = (
         "v1/core/block_pool.py",
         "BlockPool.free_blocks",
         (
-            "if block.block_hash is None or not self.enable_caching:",
+            "if block.block_hash is None or not self.enable_caching",
             "blocks_to_evict_first.append(block)",
             "blocks_to_evict_last.append(block)",
             "self.free_block_queue.prepend_n(blocks_to_evict_first)",
@@ -511,17 +542,41 @@ _KV_CACHE: tuple[Expectation, ...] = (
     Class("v1/kv_cache_interface.py", "KVCacheGroupSpec", "layer_names kv_cache_spec"),
     Class("v1/kv_cache_interface.py", "KVCacheSpec", "block_size page_size_bytes has_layer_views"),
     # One int8 buffer for the whole model: the call that the allocation mode answers.
-    Contains(
+    Contains("v1/worker/utils.py", "allocate_kv_cache", ("assert len(sizes) == 1", "buf = ", "create_kv_cache_views")),
+    Either(
         "v1/worker/utils.py",
-        "allocate_kv_cache",
-        (
-            "assert len(sizes) == 1",
-            "buf_size = raw_size",
-            "buf = torch.zeros(buf_size, dtype=torch.int8, device=device)",
-            "create_kv_cache_views",
+        tuple(
+            Contains(
+                "v1/worker/utils.py",
+                name,
+                ("buf_size = raw_size", "torch.zeros(buf_size, dtype=torch.int8, device=device)"),
+            )
+            for name in ("_allocate_kv_cache_buffer", "allocate_kv_cache")
         ),
     ),
-    Contains("v1/worker/gpu_model_runner.py", "GPUModelRunner.initialize_kv_cache_tensors", ("allocate_kv_cache(",)),
+    Where(
+        "v1/worker/utils.py",
+        "_allocate_kv_cache_buffer",
+        (
+            Contains(
+                "v1/worker/utils.py",
+                "allocate_kv_cache",
+                ("if allocate is not None:", "buf = _allocate_kv_cache_buffer(raw_size, device)"),
+            ),
+        ),
+    ),
+    Where(
+        "v1/worker/gpu_model_runner.py",
+        "GPUModelRunner",
+        (
+            Contains(
+                "v1/worker/gpu_model_runner.py",
+                "GPUModelRunner.initialize_kv_cache_tensors",
+                ("allocate_kv_cache(",),
+            ),
+            Sets("v1/worker/gpu_model_runner.py", "GPUModelRunner", "model_memory_usage"),
+        ),
+    ),
     Contains("v1/worker/gpu/attn_utils.py", "init_kv_cache", ("allocate_kv_cache(",)),
     # Blocks that lie apart are never split into kernel blocks: vLLM would rather not start.
     Contains(
@@ -554,7 +609,17 @@ _WORKER: tuple[Expectation, ...] = (
     Class("device_allocator/__init__.py", "AllocationData", "handle tag is_asleep"),
     Class("device_allocator/cumem.py", "CuMemAllocator", "instance"),
     Sets("device_allocator/cumem.py", "CuMemAllocator", "pointer_to_data"),
-    Contains("device_allocator/cumem.py", "CuMemAllocator.sleep", ("unmap_and_release(", "data.is_asleep = True")),
+    Either(
+        "device_allocator/cumem.py",
+        tuple(
+            Contains(
+                "device_allocator/cumem.py",
+                f"CuMemAllocator.{method}",
+                ("unmap_and_release(", "data.is_asleep = True"),
+            )
+            for method in ("sleep", "_put_to_sleep")
+        ),
+    ),
     Contains(
         "device_allocator/cumem.py",
         "CuMemAllocator.wake_up",
@@ -575,16 +640,29 @@ _WORKER: tuple[Expectation, ...] = (
         "Worker.determine_available_memory",
         ("if (kv_cache_memory_bytes := self.cache_config.kv_cache_memory_bytes):", "profile_run", "return"),
     ),
-    Contains(
+    Either(
         "v1/worker/utils.py",
-        "request_memory",
+        tuple(
+            Contains(
+                "v1/worker/utils.py",
+                "request_memory",
+                (f"cache_config.{utilization}", "init_snapshot.free_memory < requested_memory"),
+            )
+            for utilization in ("gpu_memory_utilization", "resolved_gpu_memory_utilization")
+        ),
+    ),
+    Where(
+        "config/cache.py",
+        "CacheConfig.resolved_gpu_memory_utilization",
         (
-            "init_snapshot.total_memory * cache_config.gpu_memory_utilization",
-            "if init_snapshot.free_memory < requested_memory:",
+            Contains(
+                "config/cache.py",
+                "CacheConfig.resolved_gpu_memory_utilization",
+                ("if self.gpu_memory_utilization is not None:", "return self.gpu_memory_utilization"),
+            ),
         ),
     ),
     Contains("v1/worker/gpu_worker.py", "Worker.init_device", ("self.requested_memory = request_memory(",)),
-    Sets("v1/worker/gpu_model_runner.py", "GPUModelRunner", "model_memory_usage"),
     Sets("v1/worker/gpu/model_runner.py", "GPUModelRunner", "model_memory_usage"),
     Function("distributed/kv_transfer/kv_connector/utils.py", "get_current_attn_backends", ("vllm_config",)),
     Function("v1/attention/backend.py", "AttentionBackend.get_supported_kernel_block_sizes", (), "staticmethod"),
@@ -599,9 +677,13 @@ _DEMAND: tuple[Expectation, ...] = (
             Contains(
                 "v1/core/sched/scheduler.py",
                 "Scheduler.get_request_counts",
-                (f"return (len(self.running), len(self.waiting) + len(self.{queue}))",),
+                (f"return (len(self.running), {num_waiting})",),
             )
-            for queue in ("kv_holding_waiting", "skipped_waiting")
+            for num_waiting in (
+                "len(self.waiting) + len(self.kv_holding_waiting) + len(self.async_kv_waiting)",
+                "len(self.waiting) + len(self.kv_holding_waiting)",
+                "len(self.waiting) + len(self.skipped_waiting)",
+            )
         ),
     ),
     # What a pause holds back, and that a session which waits for its user's input is no work.
@@ -620,7 +702,7 @@ _DEMAND: tuple[Expectation, ...] = (
     Either(
         "v1/core/sched/scheduler.py",
         tuple(
-            Contains("v1/core/sched/scheduler.py", "Scheduler.schedule", (f"if num_running >= self.{most}:",))
+            Contains("v1/core/sched/scheduler.py", "Scheduler.schedule", (f"num_running >= self.{most}",))
             for most in ("max_num_active_reqs", "max_num_running_reqs")
         ),
     ),

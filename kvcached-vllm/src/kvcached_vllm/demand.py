@@ -20,9 +20,9 @@ STANDING_TOKENS = 1024
 """A prompt of this length into an idle engine finds its blocks resident (measured on a CPU: no wait with 64 blocks of
 16 tokens, about 3 ms with 16 blocks)."""
 
-_QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
-"""Where requests wait. A release has ``waiting`` and one of the others: 0.30 puts those there that wait for something
-else first, a grammar for one, and 0.31 on those that hold blocks already."""
+_QUEUES = ("kv_holding_waiting", "async_kv_waiting", "skipped_waiting", "waiting")
+"""Where requests wait. A release has ``waiting`` and others beside it: 0.30 puts those there that wait for something
+else first, a grammar for one; 0.31 on those that hold blocks already, and 0.34 those that may load KV first."""
 
 _READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
@@ -114,7 +114,7 @@ class Demand:
         return self._size.more_blocks(min(self._begun_tokens(), self._max_step_tokens))
 
     def _head(self) -> tuple[int, int]:
-        """Blocks and tokens of the first request that waits, or of the larger one where two queues have a first."""
+        """Blocks and tokens of the first request that waits, or of the largest where several queues have one."""
         if self._scheduler.pause_state != PauseState.UNPAUSED or self._num_slots() <= 0:
             return 0, 0
         firsts = ((self._admission_blocks(each), each.num_tokens - each.num_computed_tokens) for each in self._firsts())

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, ClassVar
 
 from kvcached_core.config import Settings
 from kvcached_core.errors import UnsupportedError
 
-from kvcached_vllm import plugin, qualnames, refusals
+from kvcached_vllm import plugin, qualnames, refusals, sizing
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-log = logging.getLogger(__name__)
 
 
 class ElasticPlatform:
@@ -43,3 +40,4 @@ class ElasticPlatform:
         vllm_config.parallel_config.worker_cls = cls.elastic_worker
         scheduler = vllm_config.scheduler_config
         scheduler.scheduler_cls = qualnames.ASYNC_SCHEDULER if scheduler.async_scheduling else qualnames.SCHEDULER
+        sizing.leave_out_extensible(vllm_config.cache_config)

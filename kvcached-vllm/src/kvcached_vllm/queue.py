@@ -1,12 +1,13 @@
 """The free blocks of one vLLM block pool: only resident ones, concentrated into the fullest extents.
 
-``ElasticFreeQueue`` keeps the contract of ``FreeKVCacheBlockQueue`` (the same in vLLM 0.30.0 to 0.33.0;
+``ElasticFreeQueue`` keeps the contract of ``FreeKVCacheBlockQueue`` (the same in vLLM 0.30.0 to 0.34.0;
 ``contract.py`` lists it) and takes its place on one ``BlockPool`` instance. Prefix cache, hybrid
 coordination and KV events stay vLLM's own.
 
 vLLM prepends blocks without cached content, to be reused first, and appends blocks with it, to be reused
 last. So free blocks are *clean* or *cached* by the end that they came in at, whatever happens to their
 hash meanwhile: handing a block out evicts what it still has, and only the order would have differed.
+(0.34 prepends cached blocks too, for a connector that keeps them elsewhere. It wants them reused first.)
 
 Clean blocks are bits of one integer per extent: no object and no link per block, and a whole extent is
 handed out as one slice. Cached blocks are in vLLM's own linked list, least recently used first.

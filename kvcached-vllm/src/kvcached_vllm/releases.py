@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvcached_core.errors import UnsupportedError
 from packaging.version import InvalidVersion, Version
 
-TESTED_RELEASES = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
+TESTED_RELEASES = ("0.30.0", "0.31.0", "0.32.0", "0.33.0", "0.34.0")
 """Oldest first. Every one has passed tests/contract; 0.32.0 also tests/vllm on a CPU."""
 
 

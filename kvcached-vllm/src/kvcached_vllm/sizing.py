@@ -5,6 +5,7 @@ What neighbours hold at start plays no part: two engines with the same flags get
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from kvcached_core.config import Settings
 if TYPE_CHECKING:
     from vllm.config import CacheConfig
     from vllm.v1.kv_cache_interface import KVCacheSpec
+
+log = logging.getLogger(__name__)
 
 MAX_BLOCKS = 4_000_000
 """Virtual blocks at most. Each is a Python object in the scheduler (about 200 bytes with its place in our queue):
@@ -51,6 +54,23 @@ def limited(virtual_bytes: int, specs: dict[str, KVCacheSpec]) -> int:
     """
     block_bytes = sum(spec.page_size_bytes for spec in specs.values())
     return min(virtual_bytes, MAX_BLOCKS * block_bytes)
+
+
+def utilization(cache_config: CacheConfig) -> float:
+    """The share of the card that this engine may use at most. Until 0.33, vLLM's default is in the field itself."""
+    return getattr(cache_config, "resolved_gpu_memory_utilization", None) or cache_config.gpu_memory_utilization
+
+
+def leave_out_extensible(cache_config: CacheConfig) -> None:
+    """Have vLLM reserve no addresses of its own for the KV cache, which from 0.34 on it does unless told not to.
+
+    It would fill them for good at start. It settles an option that was left out only after it has asked the platform.
+    """
+    if not hasattr(cache_config, "enable_extensible_kv_cache"):
+        return
+    if cache_config.enable_extensible_kv_cache:
+        log.warning("vLLM's extensible KV cache is off, although it was asked for: kvcached takes its place.")
+    cache_config.enable_extensible_kv_cache = False
 
 
 @contextmanager

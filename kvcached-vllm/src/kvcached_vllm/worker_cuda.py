@@ -31,7 +31,7 @@ class ElasticCudaWorker(ElasticWorker, Worker):
         with sizing.no_free_memory_required(self.cache_config):
             super().init_device()
         total_bytes = self.init_snapshot.total_memory
-        self.requested_memory = math.ceil(total_bytes * self.cache_config.gpu_memory_utilization)
+        self.requested_memory = math.ceil(total_bytes * sizing.utilization(self.cache_config))
         backend = load_backend("cuda", ordinal=self.device.index)
         self.member = Member(self.vllm_config, self.rank, backend, lambda: static.used_bytes(self.device))
 
@@ -46,7 +46,7 @@ class ElasticCudaWorker(ElasticWorker, Worker):
         given = self.cache_config.kv_cache_memory_bytes
         virtual_bytes = given or sizing.device_virtual_bytes(
             self.init_snapshot.total_memory,
-            self.cache_config.gpu_memory_utilization,
+            sizing.utilization(self.cache_config),
             self.model_runner.model_memory_usage,
         )
         torch.cuda.reset_peak_memory_stats(self.device)

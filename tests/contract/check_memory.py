@@ -6,12 +6,13 @@ Run with the release's sources first on PYTHONPATH. The driver's calls are stood
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-import vllm
+import vllm.platforms
 from kvcached_vllm import sizing, static
-from vllm.config import CacheConfig
+from vllm.config import CacheConfig, VllmConfig
 from vllm.device_allocator import AllocationData, cumem
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.utils import request_memory
@@ -33,13 +34,27 @@ def check_start() -> None:
 
 
 def check_share() -> None:
-    """The share of the card is vLLM's default where none is given, also where it would have grown the cache itself."""
+    """The share of the card is what is given, and vLLM's default where nothing is."""
     cache_config = CacheConfig()
     sizing.leave_out_extensible(cache_config)
     assert sizing.utilization(cache_config) == 0.92
     cache_config.gpu_memory_utilization = 0.5
     assert sizing.utilization(cache_config) == 0.5
-    assert not getattr(cache_config, "enable_extensible_kv_cache", False)
+
+
+def check_left_out() -> None:
+    """On a GPU, vLLM would grow the KV cache itself from 0.34 on, and does not once that is left out."""
+    if not hasattr(VllmConfig, "_resolve_extensible_kv_cache"):
+        return
+    vllm.platforms.current_platform = SimpleNamespace(is_cuda_alike=lambda: True, is_rocm=lambda: False)
+    for asked, left_out, on in ((None, False, True), (None, True, False), (True, True, False)):
+        cache_config = CacheConfig(enable_extensible_kv_cache=asked)
+        if left_out:
+            sizing.leave_out_extensible(cache_config)
+        parallel_config = SimpleNamespace(enable_elastic_ep=False)
+        whole = SimpleNamespace(cache_config=cache_config, kv_transfer_config=None, parallel_config=parallel_config)
+        VllmConfig._resolve_extensible_kv_cache(whole)
+        assert cache_config.enable_extensible_kv_cache is on
 
 
 def check_sleep() -> None:
@@ -66,4 +81,5 @@ if __name__ == "__main__":
     check_start()
     check_share()
     check_sleep()
+    check_left_out()
     print(f"memory with {Path(vllm.__file__).parents[1].name}")

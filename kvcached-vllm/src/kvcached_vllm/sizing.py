@@ -58,7 +58,7 @@ def limited(virtual_bytes: int, specs: dict[str, KVCacheSpec]) -> int:
 
 def utilization(cache_config: CacheConfig) -> float:
     """The share of the card that this engine may use at most. Until 0.33, vLLM's default is in the field itself."""
-    return getattr(cache_config, "resolved_gpu_memory_utilization", None) or cache_config.gpu_memory_utilization
+    return getattr(cache_config, "resolved_gpu_memory_utilization", cache_config.gpu_memory_utilization)
 
 
 def leave_out_extensible(cache_config: CacheConfig) -> None:

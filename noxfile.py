@@ -470,6 +470,7 @@ def sglang(session: nox.Session) -> None:
 
 BENCHMARKS = {
     "step": ("benchmarks.step", "--out", "build/bench"),
+    "turns": ("benchmarks.turns", "--out", "build/bench"),
     "growth": ("benchmarks.growth", "--backend", "host", "--out", "build/bench"),
     "driver_costs": ("benchmarks.driver_costs", "--backend", "host"),
     "simulate": ("benchmarks.simulate",),

@@ -18,7 +18,10 @@ class EchoRank:
         holds_back: Sequence numbers that it does not answer yet.
         preferred: Blocks per extent that it would choose.
         ticks: How often `tick` was called.
+        is_calm: What it says of itself.
     """
+
+    is_calm = True
 
     def __init__(self, index: int = 0, *, preferred: int = 8) -> None:
         self.index = index

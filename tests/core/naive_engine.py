@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvcached_core.extents import ExtentPool, Residency
 from kvcached_core.geometry import extent_block_ranges
 from kvcached_core.orders import Ack, FromRank, Map, Retire, Standing, ToRank, Undo
+from kvcached_core.wake import Alarm
 
 NULL_BLOCK = 0
 
@@ -137,6 +138,25 @@ class NaiveScheduler:
         return self.step
 
 
+class HandAlarm(Alarm):
+    """An alarm that wakes nobody: the test takes the thread's turns.
+
+    Attributes:
+        rings: How often it rang.
+        snoozed: Whether all was calm when the engine's thread came by last.
+    """
+
+    def __init__(self) -> None:
+        self.rings = 0
+        self.snoozed = False
+
+    def ring(self) -> None:
+        self.rings += 1
+
+    def snooze(self, is_calm: Callable[[], bool]) -> None:
+        self.snoozed = is_calm()
+
+
 class ScriptedLink:
     """A link to a rank that a test speaks for.
 
@@ -153,6 +173,10 @@ class ScriptedLink:
         self.unanswered: list[Map | Retire | Undo] = []
         self._said: list[FromRank] = []
         self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    @property
+    def is_calm(self) -> bool:
+        return not self._said
 
     def fileno(self) -> int:
         return self._readable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from kvcached_core.agent import (
     ANSWER_SECONDS,
+    CALM_SECONDS,
     FAILURE_BACKOFF_SECONDS,
     HOLD_SECONDS,
     MAX_EXTENTS_PER_ORDER,
@@ -27,7 +27,7 @@ from kvcached_core.agent import (
 from kvcached_core.extents import Residency
 from kvcached_core.orders import Ack, Alive, Map, Report, Retire, Undo
 
-from tests.core.naive_engine import NaiveBlocks, NaiveScheduler, ScriptedLink
+from tests.core.naive_engine import HandAlarm, NaiveBlocks, NaiveScheduler, ScriptedLink
 
 BLOCKS_PER_EXTENT = 4
 
@@ -62,7 +62,8 @@ class Engine:
         self.lock = threading.RLock()
         self.clock = HandClock()
         policy = Policy(standing, cache_floor_blocks=cache_floor, cache_ceiling_blocks=cache_ceiling)
-        self.agent = Agent(self.blocks, self.links, self.scheduler, self.lock, policy, now=self.clock)
+        self.alarm = HandAlarm()
+        self.agent = Agent(self.blocks, self.links, self.scheduler, self.lock, policy, now=self.clock, alarm=self.alarm)
         if allowed is not None:
             for link in self.links:
                 link.allow(allowed)
@@ -109,6 +110,12 @@ class Engine:
     def allow(self, extents: int, *, target: int | None = None, ceiling: int = 1000, must: bool = False) -> None:
         for link in self.links:
             link.allow(extents, target=target, ceiling=ceiling, must=must)
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether the agent sleeps on when a step comes by now."""
+        self.agent.note_step()
+        return self.alarm.snoozed
 
     @property
     def num_resident(self) -> int:
@@ -455,7 +462,100 @@ def test_kicks_that_have_not_been_heard_are_one() -> None:
     engine = Engine()
     for _ in range(3):
         engine.agent.kick()
-    assert os.eventfd_read(engine.agent._wake) == 1
+    assert engine.alarm.rings == 1
+
+
+# --- sleeping on ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def working() -> Engine:
+    """At work, short of blocks that its ledger does not grant; it has said so."""
+    engine = Engine(num_extents=30)
+    engine.allow(5)
+    engine.busy(wanted=30)
+    engine.settle()
+    engine.settle(REPORT_SECONDS)
+    return engine
+
+
+def test_it_sleeps_on_while_nothing_changes(working: Engine) -> None:
+    assert working.reports[-1].unmet_extents == 3
+    for _ in range(10):
+        assert working.is_calm
+        working.clock.seconds += CALM_SECONDS / 11
+
+
+def test_it_looks_around_now_and_then_all_the_same(working: Engine) -> None:
+    working.clock.seconds += CALM_SECONDS
+    assert not working.is_calm
+
+
+def test_it_sleeps_on_where_it_has_what_it_wants() -> None:
+    engine = Engine()
+    engine.busy(wanted=6)
+    engine.settle()
+    engine.settle(REPORT_SECONDS)
+    assert engine.agent.may_grow
+    assert engine.is_calm
+
+
+def test_it_does_not_before_it_has_had_a_turn() -> None:
+    assert not Engine().is_calm
+
+
+def test_it_does_not_while_an_order_is_on_its_way(working: Engine) -> None:
+    working.allow(5, target=4)
+    working.turn()
+    assert isinstance(working.links[0].unanswered[0], Retire)
+    assert not working.is_calm
+
+
+def test_it_does_not_where_a_rank_has_something_to_say(working: Engine) -> None:
+    working.allow(7)
+    assert not working.is_calm
+
+
+def test_it_does_not_while_it_owes(working: Engine) -> None:
+    working.blocks.use(10)
+    working.allow(5, target=1)
+    working.settle()
+    working.settle(REPORT_SECONDS)
+    assert not working.is_calm
+
+
+def test_it_does_not_while_growth_is_held_back() -> None:
+    engine = Engine()
+    engine.settle()
+    engine.busy(wanted=30)
+    engine.turn()
+    engine.links[0].answer("the driver refuses")
+    engine.settle(REPORT_SECONDS)
+    assert not engine.is_calm
+    engine.settle(FAILURE_BACKOFF_SECONDS)
+    engine.settle(REPORT_SECONDS)
+    assert engine.is_calm
+
+
+def test_it_does_not_before_neighbours_know_that_work_has_begun_or_ended() -> None:
+    engine = Engine()
+    engine.settle()
+    assert engine.is_calm
+    engine.busy(wanted=3)
+    assert not engine.is_calm
+    engine.settle(REPORT_SECONDS)
+    assert engine.is_calm
+    engine.idle()
+    assert not engine.is_calm
+
+
+def test_it_does_not_before_neighbours_know_of_much_more_demand(working: Engine) -> None:
+    assert working.is_calm
+    working.busy(wanted=100)
+    assert not working.is_calm
+    working.settle()
+    assert working.reports[-1].unmet_extents == 21
+    assert working.is_calm
 
 
 def test_an_engine_that_starts_waits_for_its_first_block_so_long() -> None:

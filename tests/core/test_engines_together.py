@@ -24,7 +24,7 @@ from kvcached_core.ledger_statistics import MemberStatistics
 from kvcached_core.orders import LocalLink
 from kvcached_core.rank import Rank
 
-from tests.core.naive_engine import NaiveBlocks, NaiveScheduler
+from tests.core.naive_engine import HandAlarm, NaiveBlocks, NaiveScheduler
 
 PAGE = HostBackend.granularity_bytes
 BLOCKS_PER_EXTENT = 4
@@ -62,9 +62,11 @@ class Engine:
         self.blocks = NaiveBlocks(NUM_EXTENTS, BLOCKS_PER_EXTENT)
         self.scheduler = NaiveScheduler()
         self._links = [LocalLink(rank)]
+        self._alarm = HandAlarm()
         self._agent = Agent(
-            self.blocks, self._links, self.scheduler, threading.RLock(), Policy(standing_blocks=3), now=clock
-        )
+            self.blocks, self._links, self.scheduler, threading.RLock(), Policy(standing_blocks=3), now=clock,
+            alarm=self._alarm,
+        )  # fmt: skip
         self._wants = 0
         self._rank = rank
 
@@ -84,10 +86,13 @@ class Engine:
         self.turn()
 
     def turn(self) -> None:
-        """The step is launched, and the agent has a turn."""
+        """The step is launched, and the agent has a turn, unless it need not."""
         self.scheduler.step += 1
         self._rank.note_step(self.scheduler.step)
-        self._agent.turn()
+        self._agent.note_step()
+        kicked = self._agent.may_grow and self.blocks.num_clean_blocks < self.scheduler.wanted
+        if kicked or not self._alarm.snoozed:
+            self._agent.turn()
 
     @property
     def member(self) -> MemberStatistics:

@@ -19,6 +19,7 @@ from kvcached_core import orders
 from kvcached_core.errors import ConfigError, OrderError
 from kvcached_core.orders import (
     MAX_PATH_BYTES,
+    TICK_SECONDS,
     Ack,
     Bye,
     Hello,
@@ -79,6 +80,13 @@ def test_a_local_link_calls_the_rank_directly() -> None:
     assert not _readable(link)
 
 
+def test_a_local_link_is_as_calm_as_its_rank() -> None:
+    rank = EchoRank()
+    assert LocalLink(rank).is_calm
+    rank.is_calm = False
+    assert not LocalLink(rank).is_calm
+
+
 def test_a_rank_is_found_where_it_was_offered(runtime_dir: Path) -> None:
     address = runtime_dir / "orders" / "a.sock"
     assert orders.offer(address, EchoRank(3), local=True) is None
@@ -111,6 +119,23 @@ def test_orders_arrive_in_order_and_answers_as_they_come(runtime_dir: Path) -> N
         assert rank.orders == given
         rank.holds_back = {1}
         assert _received(link, 1) == [Ack(3)]  # a rank ticks by itself too: fences complete without a word
+
+
+def test_a_server_leaves_a_calm_rank_alone_while_its_engine_works(runtime_dir: Path) -> None:
+    rank = EchoRank()
+    with served(runtime_dir / "a.sock", rank) as (link, server):
+        orders.greet([link], 80)
+        for _ in range(50):
+            rank.is_calm = True
+            slept_on = _ticks_during_steps(rank, server)
+            rank.is_calm = False
+            looked = _ticks_during_steps(rank, server)
+            if slept_on == 0:  # else this thread was late with a step
+                break
+        assert slept_on == 0
+        assert looked >= 2
+        link.send(Map(1, ()))
+        assert _received(link, 1) == [Ack(1)]
 
 
 def test_a_link_waits_for_a_rank_that_is_still_loading(runtime_dir: Path) -> None:
@@ -221,8 +246,10 @@ def test_a_stopped_rank_blocks_nobody_and_misses_nothing(runtime_dir: Path) -> N
         assert time.monotonic() - started < 5
         assert link.receive() == []
         assert not link.closed
+        assert not link.is_calm  # it has yet to send some of them
         process.send_signal(signal.SIGCONT)
         assert _received(link, count) == [Ack(seq) for seq in range(count)]
+        assert link.is_calm
 
 
 def test_a_rank_that_lost_track_ends_its_process_and_says_why(runtime_dir: Path) -> None:
@@ -233,6 +260,19 @@ def test_a_rank_that_lost_track_ends_its_process_and_says_why(runtime_dir: Path)
         assert process.stderr
         assert "rank 1 cannot carry out orders any more, so it ends: MemoryError('half of it" in process.stderr.read()
         _until(lambda: link.receive() == [] and link.closed)
+
+
+def _ticks_during_steps(rank: EchoRank, server: OrderServer) -> int:
+    """How often the rank looks around by itself, over five times its period."""
+    deadline = time.monotonic() + TICK_SECONDS
+    while time.monotonic() < deadline:  # what came before is over
+        server.note_step()
+        time.sleep(TICK_SECONDS / 20)
+    before, deadline = rank.ticks, time.monotonic() + 5 * TICK_SECONDS
+    while time.monotonic() < deadline:
+        server.note_step()
+        time.sleep(TICK_SECONDS / 20)
+    return rank.ticks - before
 
 
 def _readable(link: Link) -> bool:

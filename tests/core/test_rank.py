@@ -478,6 +478,53 @@ def test_a_neighbours_unmet_floor_binds(runtime_dir: Path) -> None:
         assert (old.standing.target_extents, old.standing.must) == (5, True)
 
 
+def test_a_rank_is_calm_until_it_has_something_to_say_or_has_not_looked_for_long(held: Held) -> None:
+    assert not held.rank.is_calm
+    held.give()
+    assert held.rank.is_calm
+    held.rank.order(Map(1, extents(0)))
+    assert not held.rank.is_calm
+    held.give()
+    assert held.rank.is_calm
+    held.clock.seconds += REFRESH_SECONDS
+    assert not held.rank.is_calm
+
+
+def test_a_rank_is_not_calm_while_it_waits_for_a_fence(held: Held) -> None:
+    held.give(Map(1, extents(0)), Retire(2, extents(0), after_step=5))
+    assert not held.rank.is_calm
+    held.rank.note_step(5)
+    held.give()
+    held.fences[0].over = True
+    assert held.give() == [Ack(2)]
+    held.give()
+    assert held.rank.is_calm
+
+
+def test_a_rank_is_not_calm_when_a_neighbour_has_changed_anything(runtime_dir: Path) -> None:
+    with holding(runtime_dir, name="old") as old, holding(runtime_dir, name="new") as new:
+        old.give()
+        assert old.rank.is_calm
+        new.give(Report(10, 10, 0, 0, busy=True))
+        assert not old.rank.is_calm
+
+
+def test_what_a_report_changes_is_said_with_no_second_look(runtime_dir: Path) -> None:
+    with holding(runtime_dir, name="old") as old, holding(runtime_dir, name="new") as new:
+        old.give(Map(1, ((0, BLOCKS),)), Report(10, 0, 0, 0, busy=True))
+        new.give(Report(10, 10, 0, 0, busy=True))
+        old.give()
+        assert old.rank.is_calm
+        before = old.standings[-1].target_extents
+        old.rank.order(Report(2, 0, 8, 0, busy=False))
+        assert not old.rank.is_calm
+        [said] = old.rank.tick()
+        assert isinstance(said, Standing)
+        assert said.target_extents < before
+        old.rank.order(Report(2, 0, 8, 0, busy=False))
+        assert old.rank.is_calm  # its own words are no news to it
+
+
 def test_a_closed_rank_holds_nothing_says_nothing_and_has_left(held: Held) -> None:
     held.rank.pin(range(1))
     held.give(Map(1, extents(0, 5)), Retire(2, extents(5), after_step=9))

@@ -93,6 +93,31 @@ def test_a_neighbours_demand_is_heard_with_no_order_given(member: Member, runtim
     neighbour.close()
 
 
+def test_a_neighbours_demand_is_heard_while_steps_come_without_a_pause(member: Member, runtime_dir: Path):
+    member.mapper.send(Map(1, ((1, 30),)))
+    answers(member, 1)
+    neighbour = join(runtime_dir, "two")
+    until_snoozed(member)
+    neighbour.account.report(demand_bytes=BUDGET, unmet_bytes=BUDGET, free_bytes=0, cached_bytes=0, busy=True)
+    deadline = time.monotonic() + 10
+    owed = 0
+    while not owed:
+        assert time.monotonic() < deadline
+        member.mapper.note_step(1, ())
+        time.sleep(0.001)
+        owed = max((each.owed_bytes for each in member.mapper.take() if isinstance(each, Allowance)), default=0)
+    neighbour.close()
+
+
+def until_snoozed(member: Member) -> None:
+    """Steps come until there is nothing for the mapper to look at."""
+    deadline = time.monotonic() + 10
+    while not member.rank.is_calm:
+        assert time.monotonic() < deadline
+        member.mapper.note_step(1, ())
+        time.sleep(0.001)
+
+
 def test_things_to_do_are_done_between_orders(member: Member):
     done = []
     member.mapper.send(lambda: done.append(member.arenas.resident_bytes))

@@ -130,6 +130,25 @@ def scene(vllm_config: VllmConfig, runtime_dir: Path, monkeypatch: pytest.Monkey
         yield made
 
 
+# The agent while steps go on
+
+
+def test_the_agent_sleeps_on_while_steps_find_all_calm(scene: Scene) -> None:
+    request = scene.add("answered", 8, max_tokens=MAX_MODEL_LEN - 8)
+    scene.until_runs(request)
+
+    def turns_during_steps(seconds: float) -> int:
+        before, deadline = scene.scheduler.agent_statistics.turns, time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            scene.sample(request)
+            scene.output = scene.scheduler.schedule()
+            time.sleep(0.001)
+        return scene.scheduler.agent_statistics.turns - before
+
+    turns = [turns_during_steps(10 * orders.TICK_SECONDS) for _ in range(5)]
+    assert min(turns) <= 2, turns  # of ten; a pause of this thread is one more
+
+
 # Requests that wait
 
 

@@ -21,11 +21,9 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -42,7 +40,7 @@ from kvcached_core.orders import (
     ToRank,
     Undo,
 )
-from kvcached_core.wake import wake
+from kvcached_core.wake import Alarm
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +56,8 @@ QUIET_SECONDS = 0.3
 SHORTAGE_BACKOFF_SECONDS = 0.02
 FAILURE_BACKOFF_SECONDS = 1.0
 REPORT_SECONDS = 0.1
+CALM_SECONDS = 0.5
+"""The longest that the agent of an engine at work takes no turn, though nothing calls for one."""
 MAX_EXTENTS_PER_ORDER = 64
 MAX_ORDERS = 4
 
@@ -120,6 +120,7 @@ class Policy:
 class AgentStatistics:
     """What the agent has done since it started."""
 
+    turns: int = 0
     mapped_extents: int = 0
     retired_extents: int = 0
     failed_orders: int = 0
@@ -154,6 +155,7 @@ class Agent(threading.Thread):
         lock: Held by every method of the engine that changes its block lists. Re-entrant.
         policy: What is kept.
         now: A monotonic clock.
+        alarm: What the thread sleeps by; its own one where none is given.
 
     Attributes:
         may_grow: Whether extents were on their way, or could be ordered, at the last turn. If not, waiting and kicks
@@ -169,6 +171,7 @@ class Agent(threading.Thread):
         policy: Policy,
         *,
         now: Callable[[], float] = time.monotonic,
+        alarm: Alarm | None = None,
     ) -> None:
         super().__init__(name="kvcached-agent", daemon=True)
         self.policy = policy
@@ -178,7 +181,7 @@ class Agent(threading.Thread):
         self._lock = lock
         self._grown = threading.Condition(lock)
         self._now = now
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._alarm = Alarm(TICK_SECONDS, now=now) if alarm is None else alarm
         self._kicked = False  # and not heard yet
         self.may_grow = True
         self._stopping = False
@@ -192,6 +195,8 @@ class Agent(threading.Thread):
         self._gave_up_after = -1
         self._report: Report | None = None
         self._reported_at = 0.0
+        self._short_blocks_seen = 0
+        self._calm_until = 0.0
         self._gone_ranks: set[int] = set()
         self.statistics = AgentStatistics()
 
@@ -199,7 +204,11 @@ class Agent(threading.Thread):
         """Demand has changed: look at once. Any thread."""
         if not self._kicked:
             self._kicked = True
-            wake(self._wake)
+            self._alarm.ring()
+
+    def note_step(self) -> None:
+        """A step is scheduled: no turn is needed for now, if a turn would find nothing new. With the lock held."""
+        self._alarm.snooze(self._is_calm)
 
     def stop(self) -> None:
         """End the thread and close the links. Idempotent. Not with the lock held."""
@@ -277,17 +286,15 @@ class Agent(threading.Thread):
             orders.extend(self._plan(start))
             report = self._changed_report(start)
             self.may_grow = self._growth_possible()
-            self._note(longest_hold_seconds=self._now() - start)
+            self._calm_until = 0.0 if self._is_at_work() else start + CALM_SECONDS
+            self._note(turns=1, longest_hold_seconds=self._now() - start)
         for pending in orders:
             self._give(pending)
         if report is not None:
             self._send(report, [link.rank for link in self._links])
 
     def _sleep(self) -> None:
-        open_links = [link.fileno() for link in self._links if not link.closed]
-        select.select([self._wake, *open_links], [], [], TICK_SECONDS)
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+        self._alarm.sleep([link.fileno() for link in self._links if not link.closed])
         self._kicked = False
 
     # Hearing
@@ -409,12 +416,27 @@ class Agent(threading.Thread):
             return False
         return self._mapping_extents > 0 or (self._growable > 0 and self._now() >= self._growth_held_until)
 
+    def _is_at_work(self) -> bool:
+        """Whether the next turn has something to do even if nothing changes until then."""
+        held_back = self._short_blocks_seen > 0 and self._growable > 0
+        return bool(self._pending) or held_back or self._num_owed > 0
+
+    def _is_calm(self) -> bool:
+        """Whether a turn now would find nothing that it did not find the last time. O(1)."""
+        if self._now() >= self._calm_until or self._report is None or self._report.busy != self._engine.busy():
+            return False
+        # An engine that may grow kicks where it runs short. One that may not would never say that it wants more.
+        if not self.may_grow and _is_news(max(0, self._short_blocks()), self._short_blocks_seen):
+            return False
+        return all(link.is_calm for link in self._links)
+
     def _waiting_helps(self) -> bool:
         return self.statistics.mapped_extents != self._gave_up_after and self._growth_possible()
 
     def _plan(self, now: float) -> list[_Pending]:
         orders = []
         short = self._short_blocks()
+        self._short_blocks_seen = max(0, short)
         if short > 0:
             self._short_at = now
             growth = self._grow(short, now)

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvcached_core.errors import ConfigError, OrderError
+from kvcached_core.wake import Alarm, drain
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +181,10 @@ class Obeys(Protocol):
     index: int
     wake: int
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether `tick` would find nothing new; of the engine's thread, at no great cost."""
+
     def order(self, message: ToRank) -> None:
         """Carry out or note an order; answers appear in `tick`."""
 
@@ -199,6 +204,10 @@ class Link(Protocol):
     rank: int
     closed: bool
     lost: str
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether nobody need call `receive` before `fileno` is readable."""
 
     def fileno(self) -> int:
         """Readable when `receive` may have something."""
@@ -222,6 +231,10 @@ class LocalLink:
         self.lost = ""
         self._obeys = rank
 
+    @property
+    def is_calm(self) -> bool:
+        return self._obeys.is_calm
+
     def fileno(self) -> int:
         return self._obeys.wake
 
@@ -229,7 +242,7 @@ class LocalLink:
         self._obeys.order(message)
 
     def receive(self) -> list[FromRank]:
-        _drain(self._obeys.wake)
+        drain(self._obeys.wake)
         return self._obeys.tick()
 
     def close(self) -> None:
@@ -251,6 +264,10 @@ class SocketLink:
         self._unsent: deque[bytes] = deque()
         self._socket = _connect(path, rank, deadline_seconds)
         self._socket.setblocking(False)
+
+    @property
+    def is_calm(self) -> bool:
+        return not self._unsent
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -345,6 +362,11 @@ class OrderServer(threading.Thread):
         self._listener.bind(str(path))
         self._listener.listen(1)
         self._stop_event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._alarm = Alarm(TICK_SECONDS)
+
+    def note_step(self) -> None:
+        """A step is launched: the rank need not look around for now, if all is calm. The engine's thread."""
+        self._alarm.snooze(lambda: self._rank.is_calm)
 
     def run(self) -> None:
         try:
@@ -386,9 +408,9 @@ class OrderServer(threading.Thread):
         return connection
 
     def _stopping(self, wakers: Iterable[int]) -> bool:
-        ready, _, _ = select.select([*wakers, self._stop_event], [], [], TICK_SECONDS)
+        ready = self._alarm.sleep([*wakers, self._stop_event])
         if self._rank.wake in ready:
-            _drain(self._rank.wake)
+            drain(self._rank.wake)
         return self._stop_event in ready
 
     def _take_orders(self, connection: socket.socket) -> bool:
@@ -401,13 +423,6 @@ class OrderServer(threading.Thread):
             if not datagram:
                 return False
             self._rank.order(decode(datagram))
-
-
-def _drain(eventfd: int) -> None:
-    try:
-        os.eventfd_read(eventfd)
-    except BlockingIOError:
-        return
 
 
 _local_ranks: dict[str, Obeys] = {}

@@ -97,6 +97,7 @@ class Rank:
         self._pinned_bytes = 0
         self._ready_bytes = 0  # pinned, and part of an extent that the scheduler has yet to order
         self._said: list[FromRank] = []
+        self._changed: list[Standing] = []  # the last one, where it has not been said
         self._retiring: deque[tuple[Retire, Fence | None]] = deque()
         self._launched: tuple[int, Sequence[int]] = (0, ())
         self._report = Report(0, 0, 0, 0, busy=False)
@@ -105,6 +106,13 @@ class Rank:
         self._seen_at = 0.0
         self._alive_at = 0.0
         self._closed = False
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether `tick` would find nothing new. Any thread; O(1), without the lock: it may be late by a moment."""
+        if self._retiring or self._said or self._changed or self._now() - self._seen_at >= REFRESH_SECONDS:
+            return False
+        return self._account.generation == self._seen_generation
 
     @property
     def num_extents(self) -> int:
@@ -164,9 +172,10 @@ class Rank:
             elif isinstance(message, Report):
                 self._report = message
                 self._tell_ledger()
+                self._look_at_ledger()  # now, for a turn of its own would be to hear the same
             else:
                 self._said.append(self._welcome(message))
-            if self._said or self._retiring:
+            if self._said or self._changed or self._retiring:
                 wake(self.wake)
 
     def tick(self) -> list[FromRank]:
@@ -180,7 +189,8 @@ class Rank:
             if self._closed:
                 return []
             self._unmap_what_is_done()
-            changed = self._look_at_ledger()
+            self._look_at_ledger()
+            changed, self._changed = self._changed, []
             said, self._said = self._said, []
             return [*changed, *self._sign_of_life(), *said]
 
@@ -311,20 +321,19 @@ class Rank:
             busy=report.busy,
         )
 
-    def _look_at_ledger(self) -> list[Standing]:
+    def _look_at_ledger(self) -> None:
         now = self._now()
         due = now - self._seen_at >= REFRESH_SECONDS
         self._account.heartbeat()
         if due and self._static_used_bytes is not None:
             self._account.static_used(self._static_used_bytes())
         if not due and self._account.generation == self._seen_generation:
-            return []
+            return
         self._seen_generation, self._seen_at = self._account.generation, now
         standing = self._ask_standing()
-        if standing == self._standing:
-            return []
-        self._standing = standing
-        return [standing]
+        if standing != self._standing:
+            self._standing = standing
+            self._changed = [standing]
 
     def _ask_standing(self) -> Standing:
         allowance, extent = self._account.allowance(), self._extent_bytes

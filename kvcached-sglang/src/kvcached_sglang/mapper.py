@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 
 from kvcached_core.orders import TICK_SECONDS, Ack, FromRank, Map, Report, Retire, Standing, Undo
 from kvcached_core.rank import Rank
+from kvcached_core.wake import Alarm, drain
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +56,10 @@ class Mapper(threading.Thread):
         super().__init__(name="kvcached-mapper", daemon=True)
         self._rank = rank
         self._extent_bytes = extent_bytes
-        self._tick_seconds = tick_seconds
         self._orders: deque[Order | Callable[[], None]] = deque()
         self._heard: deque[Ack | Allowance] = deque()
         self._said = threading.Condition()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._alarm = Alarm(tick_seconds)
         self._stopping = False
 
     # The scheduler's thread
@@ -68,7 +67,7 @@ class Mapper(threading.Thread):
     def send(self, order: Order | Callable[[], None]) -> None:
         """Hand over an order, or anything else that this thread should do between orders. Returns at once."""
         self._orders.append(order)
-        os.eventfd_write(self._wake, 1)
+        self._alarm.ring()
 
     @property
     def has_news(self) -> bool:
@@ -90,30 +89,33 @@ class Mapper(threading.Thread):
     def note_step(self, step: int, streams: Sequence[int]) -> None:
         """Everything up to this step is launched on these streams."""
         self._rank.note_step(step, streams)
+        self._alarm.snooze(self._is_calm)
 
     def stop(self) -> None:
         """Carry out what was handed over, then unmap everything and leave the ledger. Idempotent."""
         self._stopping = True
-        os.eventfd_write(self._wake, 1)
+        self._alarm.ring()
         if self.is_alive() and threading.current_thread() is not self:
             self.join(5.0)
+
+    def _is_calm(self) -> bool:
+        return not self._orders and self._rank.is_calm
 
     # This thread
 
     def run(self) -> None:
         try:
             while not self._stopping:
-                self.turn(self._tick_seconds)
+                self.turn()
             self._rank.close()
         except BaseException as error:
             log.critical("kvcached can no longer map memory, so this process ends: %r", error, exc_info=error)
             os._exit(70)
 
-    def turn(self, seconds: float) -> None:
-        """Wait for orders that long at most, carry them out, and look at fences and the ledger."""
-        select.select([self._wake, self._rank.wake], [], [], 0 if self._orders else seconds)
-        for eventfd in (self._wake, self._rank.wake):
-            _drain(eventfd)
+    def turn(self) -> None:
+        """Sleep until there are orders, carry them out, and look at fences and the ledger."""
+        self._alarm.sleep([self._rank.wake])
+        drain(self._rank.wake)
         while self._orders:
             order = self._orders.popleft()
             if callable(order):
@@ -141,10 +143,3 @@ class Mapper(threading.Thread):
             ceiling_bytes=standing.ceiling_extents * extent_bytes,
             must=standing.must,
         )
-
-
-def _drain(eventfd: int) -> None:
-    try:
-        os.eventfd_read(eventfd)
-    except BlockingIOError:
-        return

@@ -140,6 +140,8 @@ class Member:
         """Everything of this step is launched."""
         if self._rank is not None:
             self._rank.note_step(step, streams)
+        if self._server is not None:
+            self._server.note_step()
 
     def close(self) -> None:
         """Stop taking orders, unmap everything, leave the ledger. Idempotent."""

@@ -99,6 +99,8 @@ class ElasticScheduling:
             lacking = self._lacking_blocks(output)
             if self._agent.may_grow and self._blocks.num_clean_blocks < self._demand.next_steps_blocks():
                 self._agent.kick()
+            else:
+                self._agent.note_step()
             if lacking:
                 self._agent.await_growth(STARVED_WAIT_SECONDS)
             return output

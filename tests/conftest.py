@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 from hypothesis import settings
@@ -15,6 +17,15 @@ from hypothesis import settings
 # that a red run is the change's; everywhere else new ones.
 settings.register_profile("kvcached", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 settings.load_profile("kvcached")
+
+
+def pytest_configure() -> None:
+    """A run that is ended by SIGTERM ends as by Ctrl-C: its servers and directories are left to nobody."""
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 from kvcached_core.orders import Map, Retire
-from kvcached_sglang.demand import Demand
-from kvcached_sglang.tick import AGREEMENT_TICKS, UNDER_WAY_SECONDS
+from kvcached_sglang.demand import IDLE, Demand
+from kvcached_sglang.tick import AGREEMENT_TICKS, REPORT_SECONDS, STEADY_SECONDS, UNDER_WAY_SECONDS
 from kvcached_sglang.trimming import CachePolicy
 
 from tests.sglang.fakes import NO_LIMIT, FakeHands, kinds
@@ -432,6 +432,25 @@ def test_unmet_demand_is_reported_at_once():
     scene.tick(demand(1000, running=10))
     assert scene.hands.reports[-1].unmet_extents >= 12
     assert scene.hands.reports[-1].busy
+
+
+def test_what_neighbours_shares_depend_on_is_reported_sooner_than_what_only_drifts():
+    scene, working = Scene(), demand(1500, running=10)
+    scene.settle(working)
+
+    def reports_after(seconds: float, wanted: Demand) -> int:
+        before = len(scene.hands.reports)
+        scene.clock.seconds += seconds
+        scene.settle(wanted, ticks=AGREEMENT_TICKS, after_seconds=0.0)
+        return len(scene.hands.reports) - before
+
+    scene.space.free_list.alloc(EXTENT_TOKENS)
+    assert reports_after(STEADY_SECONDS, working) == 1
+    scene.space.free_list.alloc(EXTENT_TOKENS)
+    assert reports_after(REPORT_SECONDS, working) == 0
+    assert reports_after(STEADY_SECONDS, working) == 1
+    assert reports_after(REPORT_SECONDS, demand(1000, running=10)) == 1
+    assert reports_after(REPORT_SECONDS, IDLE) == 1
 
 
 def test_two_spaces_share_what_the_ledger_grants():

@@ -51,6 +51,9 @@ NEIGHBOUR_SECONDS = 0.1
 LAST_RESORT_SECONDS = 10.0
 """How long where SGLang would end a request, or itself: a single request left, or a prompt that is half prefilled."""
 REPORT_SECONDS = 0.1
+STEADY_SECONDS = 0.5
+"""The same while the engine works and its demand is about what it last said: the mapper wakes up for each report, and
+takes the interpreter from the scheduler (``kvcached_core.wake``)."""
 IDLE_SECONDS = 0.002
 """How long an idle tick sleeps at most while memory is being given back: the longest a request waits for it that comes
 in just then."""
@@ -413,9 +416,8 @@ class Ticker:
 
     def _tell(self) -> None:
         """Put into the ledger what this engine would use. Unmet demand at once, everything else now and then."""
-        report = self._make_report()
-        urgent = self._report is None or (report.unmet_extents > 0) != (self._report.unmet_extents > 0)
-        if report == self._report or not (urgent or self._now() - self._reported_at >= REPORT_SECONDS):
+        report, last = self._make_report(), self._report
+        if report == last or self._now() - self._reported_at < _pause_seconds(report, last):
             return
         self._report, self._reported_at = report, self._now()
         self._hands.send(report)
@@ -445,3 +447,11 @@ class Ticker:
     def _next_seq(self) -> int:
         self._seq += 1
         return self._seq
+
+
+def _pause_seconds(report: Report, last: Report | None) -> float:
+    """How long after the last report this one may go."""
+    if last is None or (report.unmet_extents > 0) != (last.unmet_extents > 0):
+        return 0.0
+    steady = report.busy and last.busy and 8 * abs(report.demand_extents - last.demand_extents) <= last.demand_extents
+    return STEADY_SECONDS if steady else REPORT_SECONDS

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from kvcached_core.orders import TICK_SECONDS
 from kvcached_core.wake import Alarm
+from kvcached_vllm.worker import STEP_ATTRIBUTE
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
@@ -76,7 +77,7 @@ class Working(Driven):
         output = self.scheduler.schedule()
         for _ in range(self._operations):
             self._tensor.add_(1.0)
-        self.after_step(output.kvcached_step)  # type: ignore[attr-defined]
+        self.after_step(getattr(output, STEP_ATTRIBUTE))
         self.scheduler.update_from_output(output, self.answer(output))
         return (time.perf_counter_ns() - started) / 1000
 

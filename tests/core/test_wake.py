@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import resource
 import select
@@ -197,9 +198,18 @@ def test_whether_all_is_calm_is_asked_once_in_a_period_and_only_while_the_thread
     assert asked == [0.0, NEVER, 2 * NEVER]
 
 
-def test_a_timer_that_cannot_be_set_is_an_error() -> None:
+def test_a_timer_that_cannot_be_set_is_an_error(eventfd: int) -> None:
     alarm = Alarm(NEVER)
-    os.close(alarm._timer)
+    alarm._timer = eventfd
     with pytest.raises(OSError) as raised:
         alarm.sleep()
-    assert raised.value.errno in (errno.EBADF, errno.EINVAL)
+    assert raised.value.errno == errno.EINVAL
+
+
+def test_an_alarm_that_nobody_has_any_more_leaves_no_descriptors() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    alarm = Alarm(NEVER)
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    del alarm
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -13,6 +13,7 @@ import ctypes
 import os
 import select
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -72,6 +73,8 @@ class Alarm:
         self._once, self._twice = _spec(period_seconds), _spec(2 * period_seconds)
         self._asleep = False
         self._look_at = 0.0
+        # Not at exit: a daemon thread may still sleep by them.
+        weakref.finalize(self, _close, self._rung, self._timer).atexit = False
 
     def ring(self) -> None:
         """Wake the thread, or keep it from falling asleep. Any thread."""
@@ -109,6 +112,11 @@ def _spec(seconds: float) -> _TimerSpec:
     """Once, after so long."""
     whole, fraction = divmod(seconds, 1)
     return _TimerSpec(0, 0, int(whole), int(fraction * 1e9))
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _made(result: int) -> int:

@@ -53,7 +53,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -132,20 +131,20 @@ class Driven:
         started = time.perf_counter_ns()
         output = self.scheduler.schedule()
         scheduled = time.perf_counter_ns()
-        answer = self.answer(output)
+        names = list(output.num_scheduled_tokens)
+        requests = self.scheduler.requests
+        sampled = [[7] if requests[name].num_computed_tokens >= requests[name].num_tokens else [] for name in names]
+        answer = ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, sampled)
         self.after_step(getattr(output, STEP_ATTRIBUTE, 0))
-        time.sleep(MODEL_SECONDS)
+        self.work()
         answered = time.perf_counter_ns()
         self.scheduler.update_from_output(output, answer)
         self.preemptions += len(output.preempted_req_ids or ())
         return (scheduled - started + time.perf_counter_ns() - answered) / 1000
 
-    def answer(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """What a model makes of a step: a token for each request that is past its prompt."""
-        names = list(output.num_scheduled_tokens)
-        requests = self.scheduler.requests
-        sampled = [[7] if requests[name].num_computed_tokens >= requests[name].num_tokens else [] for name in names]
-        return ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, sampled)
+    def work(self) -> None:
+        """What the thread does while its device computes the step."""
+        time.sleep(MODEL_SECONDS)
 
 
 class FillingScheduler(ElasticScheduler):

@@ -14,7 +14,7 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 # ``os.eventfd_write`` lets go of the interpreter's lock for the call. The thread that it wakes takes the lock at once
@@ -80,7 +80,7 @@ class Alarm:
         """Wake the thread, or keep it from falling asleep. Any thread."""
         wake(self._rung)
 
-    def sleep(self, also: Iterable[int] = ()) -> list[int]:
+    def sleep(self, also: Sequence[int] = ()) -> list[int]:
         """Until it rings, or one of these descriptors is readable. The background thread.
 
         Returns:

@@ -47,7 +47,7 @@ class Mapper(threading.Thread):
     one rank's thread would otherwise hang the whole group until a time-out.
     """
 
-    def __init__(self, rank: Rank, extent_bytes: Callable[[], int], *, tick_seconds: float = TICK_SECONDS) -> None:
+    def __init__(self, rank: Rank, extent_bytes: Callable[[], int]) -> None:
         """
         Args:
             rank: Used by this thread alone, but for ``pin`` and ``note_step``.
@@ -59,7 +59,7 @@ class Mapper(threading.Thread):
         self._orders: deque[Order | Callable[[], None]] = deque()
         self._heard: deque[Ack | Allowance] = deque()
         self._said = threading.Condition()
-        self._alarm = Alarm(tick_seconds)
+        self._alarm = Alarm(TICK_SECONDS)
         self._stopping = False
 
     # The scheduler's thread

@@ -2,7 +2,7 @@
 
 Both want the interpreter's lock. A thread that wakes up asks for it again and again, up to 5 ms long, while an engine
 that launches a model lets go of it and takes it back all the time; then it has it for as long as it works. A look
-around of 0.35 ms made the engine's thread a millisecond late, which at 50 looks a second was 4 to 5 % of the steps of
+around of 0.35 ms made the engine's thread a millisecond late, which at 50 looks a second was 4 to 8 % of the steps of
 one that sets the pace for its device (``benchmarks/turns.py``). So a thread is woken where there is something to do,
 and not to find out that there is nothing: the engine's thread, which comes by at every step, sees that at less cost.
 """
